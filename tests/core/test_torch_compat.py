@@ -78,7 +78,7 @@ def test_private_names_of_torch_are_used_in_torch_compat_only() -> None:
     used = {
         str(path.relative_to(SOURCES)): private_names(path.read_text(encoding="utf-8"))
         for path in SOURCES.rglob("*.py")
-        if path.name != "torch_compat.py"
+        if path.name != "torch_compat.py" and path.parts[-2:] != ("inductor", "hooks.py")  # Inductor's are there
     }
     assert {path: names for path, names in used.items() if names} == {}
 

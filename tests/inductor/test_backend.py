@@ -169,6 +169,20 @@ def test_batch_norm_and_dropout_train(monkeypatch: pytest.MonkeyPatch) -> None:
     close(mean, model[1].running_mean)
 
 
+def test_products_in_branches(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True, merged=True)
+    model = Mlp(16).eval()
+
+    def choose(x: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x: model.gate(x) + model.up(x), lambda x: F.relu(model.down(x)), (x,))
+
+    compiled = gemmtune.compile(choose, options={"policy": "cached"})
+    x = torch.ones(3, 16)
+    with torch.no_grad():
+        close(compiled(x), choose(x))
+        close(compiled(-x), choose(-x))
+
+
 def test_policy_off_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch)
     monkeypatch.setattr(graph_pass, "find_products", lambda *_, **__: pytest.fail("the policy is off"))

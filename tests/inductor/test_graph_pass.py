@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -120,6 +121,29 @@ def test_precision_casts_of_eager_pytorch_are_steps_if_asked_for(monkeypatch: py
         assert torch.equal(module(*args), function(*args))
 
 
+def test_rounding_before_a_conversion_is_a_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    module = trace(FUSED["silu"][0], WIDE, W)
+    (node,) = run_pass(monkeypatch, module, (1,), inductor={"emulate_precision_casts": True})
+    assert steps_of(node) == ["cast", "silu"]
+    with torch.no_grad():
+        assert torch.equal(module(WIDE, W), F.silu(F.linear(WIDE, W)))
+
+
+def test_integer_product_is_scaled_by_rows_and_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+
+    def dynamic(x: Tensor, rows: Tensor, w: Tensor, columns: Tensor) -> Tensor:
+        return (torch._int_mm(x, w.t()).float() * rows * columns).to(BF16)
+
+    x = torch.randint(-128, 128, (17, 64), dtype=torch.int8)
+    args = (x, torch.rand(17, 1) / 50, INT8, torch.rand(48) / 50)
+    module = trace(dynamic, *args)
+    (node,) = run_pass(monkeypatch, module, constants=(2, 3))
+    assert steps_of(node) == ["scale", "scale"]
+    assert_same(module, dynamic, *args)
+
+
 MERGED = {
     "q, k": (lambda x, w, v: (F.linear(x, w), F.linear(x, v)), (WIDE, W, V), (1, 2)),
     "biased": (
@@ -224,7 +248,10 @@ OPERATIONS: list[Operation] = [
 ]
 
 
-@settings(max_examples=120, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+EXAMPLES = int(os.environ.get("GEMMTUNE_RANDOM_GRAPHS", "120"))
+
+
+@settings(max_examples=EXAMPLES, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     chosen=st.lists(st.integers(0, len(OPERATIONS) - 1), min_size=1, max_size=6),
     rows=st.sampled_from([2, 4, 6]),

@@ -6,11 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch._inductor.config as inductor_config
 from torch import fx
 
 from .graph_pass import ProductPass, TunedMeanwhile
-from .hooks import compile_graph
+from .hooks import compile_graph, inductor_config
 from .options import Options, parse_options
 
 MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems

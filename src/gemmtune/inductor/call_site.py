@@ -17,7 +17,6 @@ from ..backends.base import Kernel
 from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, PackedWeightError, UnsupportedError
-from ..core.torch_compat import increment_version
 from ..core.weights import PackedWeight
 from ..dispatch.fallback import specialize_fallback
 from ..dispatch.runtime import RUNTIME
@@ -196,7 +195,6 @@ class CallSite:
 
     def _guarded(self, kernel: Kernel, run: Run, plain: Run) -> Run:
         """Return ``run``, made to be served by PyTorch where a launch is refused."""
-        counted = kernel.counts_writes
 
         def guarded(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             try:
@@ -205,9 +203,6 @@ class CallSite:
                 error.__traceback__ = None  # its frames hold the memory that the launch could allocate
                 warn_refused(kernel, error)
                 plain(out, a, weights, aux)
-                return
-            if not counted and not out.is_inference():
-                increment_version((out,))
 
         return guarded
 

@@ -32,28 +32,33 @@ class Link(NamedTuple):
     node: fx.Node
 
 
-def links(product: fx.Node, rows: Any, columns: int, *, emulate: bool = False) -> list[Link]:
-    """Return the operations that follow a product [rows, columns], in order. Each is the only user of the one before
-    it. emulate: whether results of low precision are rounded as eager PyTorch does."""
+def links(product: fx.Node, columns: int, *, emulate: bool = False) -> list[Link]:
+    """Return the operations that follow a product [M, columns], in order. Each is the only user of the one before it.
+    emulate: whether results of low precision are rounded as eager PyTorch does."""
     result: list[Link] = []
-    current = product
-    value = value_of(product)
-    rounds = emulate and value is not None and value.dtype in _LOW
+    current, rounded = product, _low_dtype(product)
     while True:
-        link = _next(current, rows, columns)
+        link = _next(current, columns)
         if link is None:
             return result
-        if rounds and link.steps:  # what the operation reads has been rounded
-            dtype = value_of(current)
-            assert dtype is not None
-            link = link._replace(steps=(fuse.cast(dtype.dtype), *link.steps))
-        after = value_of(link.node)
-        rounds = emulate and after is not None and after.dtype in _LOW
+        after = _low_dtype(link.node)
+        if not link.steps:  # a view, or a conversion, which does not undo a rounding
+            rounded = after or rounded
+        else:
+            if emulate and rounded is not None:  # what the operation reads has been rounded
+                link = link._replace(steps=(fuse.cast(rounded), *link.steps))
+            rounded = after
         result.append(link)
         current = link.node
 
 
-def _next(current: fx.Node, rows: Any, columns: int) -> Link | None:
+def _low_dtype(node: fx.Node) -> torch.dtype | None:
+    """Return the dtype of a node's value if it has a low precision."""
+    value = value_of(node)
+    return value.dtype if value is not None and value.dtype in _LOW else None
+
+
+def _next(current: fx.Node, columns: int) -> Link | None:
     users = list(current.users)
     if len(users) == 1:
         user = users[0]
@@ -61,7 +66,7 @@ def _next(current: fx.Node, rows: Any, columns: int) -> Link | None:
             return Link((), None, user) if _keeps_rows(user, columns) else None
         if is_call(user, CONVERT):
             return Link((), None, user) if _is_floating(user) else None
-        return _simple(user, current, rows, columns)
+        return _simple(user, current, columns)
     return _silu(current) or _gelu(current)
 
 
@@ -75,7 +80,7 @@ def _is_floating(node: fx.Node) -> bool:
     return value is not None and value.dtype in (torch.float32, *_LOW)
 
 
-def _simple(user: fx.Node, current: fx.Node, rows: Any, columns: int) -> Link | None:
+def _simple(user: fx.Node, current: fx.Node, columns: int) -> Link | None:
     """Return the Link of an operation with one other operand at most."""
     if not _is_floating(user):
         return None
@@ -91,19 +96,19 @@ def _simple(user: fx.Node, current: fx.Node, rows: Any, columns: int) -> Link | 
     alpha = user.kwargs.get("alpha", 1)
     if alpha != 1:
         return None
-    tensor = epilogue_tensor(other, current, rows, columns)
+    tensor = _epilogue_tensor(other, current, columns)
     if tensor is None:
         return None
     if user.target is aten.mul.Tensor:
-        step = fuse.mul(tensor) if tensor.dim() == 2 else fuse.scale(tensor)
+        step = fuse.mul(tensor) if tensor.dim() == 2 and tensor.shape[1] == columns else fuse.scale(tensor)
     else:
         step = fuse.bias(tensor) if tensor.dim() == 1 else fuse.add(tensor)
     return Link((step,), other, user)
 
 
-def epilogue_tensor(other: fx.Node, current: fx.Node, rows: Any, columns: int) -> Tensor | None:
-    """Return a tensor on the meta device for an operand of an epilogue: [columns] or [M, columns] with the M of the
-    example inputs. None for other shapes, dtypes and devices."""
+def _epilogue_tensor(other: fx.Node, current: fx.Node, columns: int) -> Tensor | None:
+    """Return a tensor on the meta device for an operand of an epilogue: [columns], or [M, columns] or [M, 1] with the M
+    of the example inputs. None for other shapes, dtypes and devices."""
     value, beside, tensor = value_of(other), value_of(current), meta_tensor(other)
     if value is None or beside is None or tensor is None or value.device != beside.device:
         return None
@@ -111,6 +116,8 @@ def epilogue_tensor(other: fx.Node, current: fx.Node, rows: Any, columns: int) -
         return None
     if tuple(value.shape) == tuple(beside.shape):
         return torch.empty(tensor.numel() // columns, columns, dtype=tensor.dtype, device="meta")
+    if columns > 1 and tuple(value.shape) == (*beside.shape[:-1], 1):
+        return torch.empty(tensor.numel(), 1, dtype=tensor.dtype, device="meta")
     if tensor.numel() == columns and tensor.shape[-1:] == (columns,) and value.dim() <= beside.dim():
         return torch.empty(columns, dtype=tensor.dtype, device="meta")
     return None

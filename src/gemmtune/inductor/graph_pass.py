@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from .. import __version__
 from ..core import devices
@@ -23,7 +22,7 @@ from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from .costs import cost_of
 from .graph_call import out_dtype
-from .hooks import compiles_python, constant_inputs, outside_of_compilation
+from .hooks import CustomGraphPass, compiles_python, constant_inputs, get_hash_for_files, outside_of_compilation
 from .matching import Product, find_products
 from .nodes import aten, is_view
 from .operator import product as product_op

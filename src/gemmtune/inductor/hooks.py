@@ -1,6 +1,6 @@
 """Everything of gemmtune that depends on private parts of Inductor, AOTAutograd and Dynamo.
 
-Tested with torch 2.10 to 2.13 (docs/reference/torch-versions.md).
+Tested with torch 2.11 and 2.13 (docs/reference/torch-versions.md).
 """
 
 from __future__ import annotations
@@ -11,16 +11,29 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch._inductor
 import torch._inductor.config as inductor_config
 from torch import fx
 from torch._guards import TracingContext
 from torch._inductor import ir, lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
+from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .graph_call import GraphCall, out_dtype
 from .operator import product
+
+__all__ = [
+    "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs", "get_hash_for_files",
+    "inductor_config", "mode_options", "outside_of_compilation",
+]  # fmt: skip
+
+
+def mode_options() -> dict[str, dict[str, Any]]:
+    """Return the patches of Inductor's configuration for each mode of ``torch.compile``."""
+    modes: dict[str, dict[str, Any]] = torch._inductor.list_mode_options()
+    return modes
 
 
 def compiles_python() -> bool:
@@ -39,8 +52,10 @@ def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     if metadata is None or metadata.traced_tangents:
         return frozenset()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
+    if len(placeholders) != len(metadata.input_info):  # the body of a branch or a loop, which has inputs of its own
+        return frozenset()
     mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
-    chosen = [index for index in metadata.static_input_indices if index < len(placeholders) and index not in mutated]
+    chosen = [index for index in metadata.static_input_indices if index not in mutated]
     own = [node for node in graph.nodes if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor)]
     return frozenset([*own, *(placeholders[index] for index in chosen)])
 
@@ -74,9 +89,11 @@ class ProductKernel(ir.ExternKernelOut):
         self.python_kernel_name = f"gemmtune_{self.get_name()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def codegen(self, wrapper: Any) -> None:
-        root = V.graph.wrapper_code if getattr(V.graph, "parent", None) is None else wrapper
-        root.add_import_once("from gemmtune.inductor.call_site import CallSite")
-        root.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r})")
+        graph: Any = V.graph
+        while getattr(graph, "parent", None) is not None:  # the code of a branch or a loop has no imports of its own
+            graph = graph.parent
+        graph.wrapper_code.add_import_once("from gemmtune.inductor.call_site import CallSite")
+        graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r})")
         super().codegen(wrapper)
 
 

@@ -98,7 +98,7 @@ def find_products(graph: fx.Graph, constants: Collection[fx.Node], *, emulate: b
             product = _MATCHERS[node.target](node, constants)
             if product is not None:
                 if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
-                    product.chain = links(node, product.rows, product.columns, emulate=emulate)
+                    product.chain = links(node, product.columns, emulate=emulate)
                 product.problem(product.fixed)
                 products.append(product)
         except (GemmtuneError, TypeError, ValueError, KeyError):
@@ -282,12 +282,12 @@ def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | 
     raw, scale = found
     stored = meta_tensor(raw)
     assert stored is not None
-    columns, fixed, chain = stored.shape[0], 0, links(node, value.shape[0], stored.shape[0])
+    columns, fixed, chain = stored.shape[0], 0, links(node, stored.shape[0])
     if scale is None:  # linear(x, w.to(x.dtype)) * scale
         position = next((i for i, link in enumerate(chain) if link.steps), None)
         link = None if position is None else chain[position]
         if link is None or link.aux is None or link.steps[-1].step.kind != "scale":
-            return None
+            return None  # scales of rows have another number of elements, and are refused below
         scale, fixed = link.aux, int(position or 0) + 1
     scale = without_views(scale)
     vector = meta_tensor(scale)

@@ -8,6 +8,7 @@ from typing import Any, get_args
 
 from ..dispatch.policies import Policy
 from ..store.base import Store
+from .hooks import inductor_config, mode_options
 
 _OURS = ("policy", "budget", "store", "backends", "multi_kernel_hints")
 
@@ -33,9 +34,7 @@ class Options:
     @property
     def emulates_casts(self) -> bool:
         """Whether fused operations round where eager PyTorch rounds."""
-        import torch._inductor.config as config
-
-        return bool(self.inductor.get("emulate_precision_casts", config.emulate_precision_casts))
+        return bool(self.inductor.get("emulate_precision_casts", inductor_config.emulate_precision_casts))
 
 
 def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = None) -> Options:
@@ -73,9 +72,7 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     """Return a mode's patches. gemmtune chooses the products, so that Inductor's autotuning is for other kernels."""
-    import torch._inductor
-
-    modes = torch._inductor.list_mode_options()
+    modes = mode_options()
     if mode is not None and mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
     patches = dict(modes[mode]) if mode is not None else {}
@@ -86,9 +83,7 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
 
 def _inductor_patches(given: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's options, with underscores for dashes. Raises ValueError for an unknown one."""
-    import torch._inductor.config as config
-
-    known = config.get_config_copy()
+    known = inductor_config.get_config_copy()
     patches = {}
     for key, value in given.items():
         name = key.replace("-", "_")

@@ -161,13 +161,7 @@ def _ends_here(product: Product, length: int) -> bool:
     """Whether the first ``length`` operations of a chain are all of a pointwise kernel: only products and the graph's
     output read their result, and not all of them are views and conversions."""
     works = any(link.steps for link in product.chain[product.fixed : length])
-    return works and _is_view_or_value(product.chain[length - 1].node) and _feeds_products(product.end(length))
-
-
-def _is_view_or_value(node: fx.Node) -> bool:
-    """Whether a kernel may end at a node: a chain does not end at a view, which the graph itself makes, unless it is
-    one of the chain's last operations."""
-    return not is_view(node)
+    return works and not is_view(product.end(length)) and _feeds_products(product.end(length))
 
 
 def _feeds_products(node: fx.Node) -> bool:
