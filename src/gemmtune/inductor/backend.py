@@ -34,7 +34,7 @@ def gemmtune_backend(
         try:
             compiled: Any = compile_graph(gm, example_inputs, patches)
             return compiled  # type: ignore[no-any-return]
-        except Exception as error:
+        except Exception as error:  # Inductor wraps what a pass raises in an error of its own
             if not _is_restart(error):
                 raise
     raise AssertionError("unreachable: the last attempt raises or returns")
@@ -69,10 +69,10 @@ def compile(
     """
     parse_options(mode, options)
     given = None if options is None else dict(options)
-    return torch.compile(model, backend=_Bound(mode, given), fullgraph=fullgraph, dynamic=dynamic)
+    return torch.compile(model, backend=_BackendWithArguments(mode, given), fullgraph=fullgraph, dynamic=dynamic)
 
 
-class _Bound:
+class _BackendWithArguments:
     """The backend with its arguments. Equal ones compile equally, so that Dynamo reuses compiled code."""
 
     def __init__(self, mode: str | None, options: Mapping[str, Any] | None) -> None:
@@ -83,7 +83,7 @@ class _Bound:
         return gemmtune_backend(gm, example_inputs, mode=self.mode, options=self.options)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Bound) and (self.mode, self.options) == (other.mode, other.options)
+        return isinstance(other, _BackendWithArguments) and (self.mode, self.options) == (other.mode, other.options)
 
     def __hash__(self) -> int:
         return hash((self.mode, repr(self.options)))

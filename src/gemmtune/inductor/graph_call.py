@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.aten.steps import dtype_of
 from ..core.problem import Problem
 from ..core.weights import QuantWeight
 
@@ -33,6 +34,11 @@ class GraphCall(NamedTuple):
     aux_in_parts: int | None = None
 
     @property
+    def out_dtype(self) -> torch.dtype:
+        """The dtype of the result."""
+        return dtype_of(self.problem.out_dtype)
+
+    @property
     def weight_count(self) -> int:
         """The number of operands behind ``a`` that make up b."""
         return len(self.parts) * (2 if self.form == "weight_only" else 1) if self.parts else 1
@@ -55,22 +61,10 @@ class GraphCall(NamedTuple):
 
     def to_json(self) -> str:
         """Return the text of which ``from_json`` makes an equal GraphCall."""
-        data = {
-            "problem": self.problem.to_dict(),
-            "form": self.form,
-            "parts": self.parts,
-            "aux_in_parts": self.aux_in_parts,
-        }
-        return json.dumps(data, separators=(",", ":"))
+        return json.dumps({**self._asdict(), "problem": self.problem.to_dict()}, separators=(",", ":"))
 
     @classmethod
     def from_json(cls, text: str) -> GraphCall:
         """Return the GraphCall of ``to_json``'s text. Raises ValueError, KeyError or TypeError for any other text."""
         data: dict[str, Any] = json.loads(text)
         return cls(Problem.from_dict(data["problem"]), data["form"], tuple(data["parts"]), data["aux_in_parts"])
-
-
-def out_dtype(call: GraphCall) -> torch.dtype:
-    """Return the dtype of the product's result."""
-    dtype: torch.dtype = getattr(torch, call.problem.out_dtype)
-    return dtype

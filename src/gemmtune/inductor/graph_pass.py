@@ -21,7 +21,6 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from .costs import cost_of
-from .graph_call import out_dtype
 from .hooks import CustomGraphPass, compiles_python, constant_inputs, get_hash_for_files, outside_of_compilation
 from .matching import Product, find_products
 from .nodes import aten, is_view
@@ -164,7 +163,7 @@ class Rewriter:
             result = self._product_node(product, form, [*product.weights, *aux])
             if end is not product.node:
                 result = self._reshaped(result, product, form.length)
-        self._hand_over(end, result)
+        self._replace_uses(end, result)
 
     def _replace_merged(self, products: Sequence[Product], form: Form) -> None:
         position = {node: index for index, node in enumerate(self._graph.nodes)}
@@ -186,24 +185,24 @@ class Rewriter:
             if end is not product.node:  # the scale of an int8 weight is part of the product
                 with self._graph.inserting_before(end):
                     node = self._reshaped(node, product, product.fixed)
-            self._hand_over(end, node)
+            self._replace_uses(end, node)
 
-    def _hand_over(self, end: fx.Node, result: fx.Node) -> None:
+    def _replace_uses(self, end: fx.Node, result: fx.Node) -> None:
         """Have the users of ``end`` read ``result``, which has its metadata but for the value."""
         result.meta = {**end.meta, "val": result.meta["val"]}
         end.replace_all_uses_with(result)
         self._successors[end] = result
 
-    def _present(self, node: fx.Node) -> fx.Node:
+    def _current(self, node: fx.Node) -> fx.Node:
         """Return the node that has a node's value now."""
         while node in self._successors:
             node = self._successors[node]
         return node
 
     def _product_node(self, product: Product, form: Form, operands: Sequence[fx.Node]) -> fx.Node:
-        a = self._present(product.a)
+        a = self._current(product.a)
         shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
-        value = a.meta["val"].new_empty(shape, dtype=out_dtype(form.call))
+        value = a.meta["val"].new_empty(shape, dtype=form.call.out_dtype)
         node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
         node.meta = {**product.node.meta, "val": value}
         return node
@@ -233,7 +232,7 @@ class Rewriter:
         for index, (step, tensor) in enumerate(zip(steps, product.tensors(form.length), strict=True)):
             if index == without:
                 continue
-            node = self._present(tensor)
+            node = self._current(tensor)
             value = node.meta["val"]
             if value.dim() != {"full": 2, "col": 1, "row": 1, "tensor": 0}[step.axis]:
                 shape = {"full": [-1, product.columns], "col": [product.columns], "row": [-1], "tensor": []}[step.axis]

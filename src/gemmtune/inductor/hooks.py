@@ -21,7 +21,7 @@ from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_file
 from torch._inductor.virtualized import V
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .graph_call import GraphCall, out_dtype
+from .graph_call import GraphCall
 from .operator import product
 
 __all__ = [
@@ -108,7 +108,7 @@ def _lower(a: Any, operands: list[Any], call: str) -> Any:
         is_matrix = index < described.weight_count
         inputs.append(_as_traced(operand, argument) if is_matrix else _dense(operand))
     size = [*a.get_size()[:-1], described.problem.n]
-    layout = ir.FixedLayout(a.get_device(), out_dtype(described), size)
+    layout = ir.FixedLayout(a.get_device(), described.out_dtype, size)
     return ir.TensorBox.create(ProductKernel(call, layout, inputs))
 
 

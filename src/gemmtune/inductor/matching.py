@@ -18,6 +18,7 @@ from ..ops.int_mm import describe as describe_int_mm
 from ..ops.linear import describe as describe_linear
 from ..ops.mixed_mm import describe_product, quant_weight
 from ..ops.mm import describe as describe_mm
+from ..ops.operands import dtype_name
 from ..ops.scaled_mm import describe as describe_scaled_mm
 from .epilogues import Link, links
 from .graph_call import Form, GraphCall
@@ -52,6 +53,7 @@ class Product:
     aux_in_parts: int | None = None
     chain: list[Link] = dataclasses.field(default_factory=list)
     fixed: int = 0
+    _problems: dict[int, Problem] = dataclasses.field(default_factory=dict)
 
     @property
     def is_dynamic(self) -> bool:
@@ -65,12 +67,13 @@ class Product:
 
     def problem(self, length: int) -> Problem:
         """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype."""
-        end = self.chain[length - 1].node if length else self.node
-        value = value_of(end)
-        assert value is not None
-        steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
-        problem = self.describe(steps)
-        return dataclasses.replace(problem, out_dtype=str(value.dtype).removeprefix("torch."))
+        if length not in self._problems:
+            value = value_of(self.end(length))
+            assert value is not None
+            steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
+            problem = self.describe(steps)
+            self._problems[length] = dataclasses.replace(problem, out_dtype=dtype_name(value.dtype))
+        return self._problems[length]
 
     def call(self, length: int) -> GraphCall:
         """Return the GraphCall with the first ``length`` operations of the chain."""

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .call_site import CallSite
-from .graph_call import GraphCall, out_dtype
+from .graph_call import GraphCall
 
 LIBRARY = torch.library.Library("gemmtune", "FRAGMENT")  # type: ignore[no-untyped-call]
 LIBRARY.define("product(Tensor a, Tensor[] operands, str call) -> Tensor")  # type: ignore[no-untyped-call]
@@ -28,7 +28,7 @@ def _shape(a: Tensor, call: GraphCall) -> tuple[Any, ...]:
 def _run(a: Tensor, operands: Sequence[Tensor], call: str) -> Tensor:
     """Compute the product eagerly, as graphs do that are interpreted."""
     site = _site(call)
-    out = torch.empty(_shape(a, site.call), dtype=out_dtype(site.call), device=a.device)
+    out = torch.empty(_shape(a, site.call), dtype=site.call.out_dtype, device=a.device)
     dense = a.contiguous() if site.call.problem.b.constant else a
     site(dense, *operands, out=out)
     return out
@@ -36,7 +36,7 @@ def _run(a: Tensor, operands: Sequence[Tensor], call: str) -> Tensor:
 
 def _fake(a: Tensor, operands: Sequence[Tensor], call: str) -> Tensor:
     described = _described(call)
-    return a.new_empty(_shape(a, described), dtype=out_dtype(described))
+    return a.new_empty(_shape(a, described), dtype=described.out_dtype)
 
 
 @functools.lru_cache(maxsize=1024)

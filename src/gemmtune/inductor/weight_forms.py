@@ -7,8 +7,8 @@ A graph's weights are Parameters that the user may write to between calls. Nothi
   matrix is a copy.
 - A copy, or a packed weight, is made anew when a weight's version counter or address has changed.
 
-Weights that change more often than a few times, and inference tensors, which have no version counter, are not copied
-or packed.
+Inference tensors have no version counter: they are not packed, and a copy of several of them is made in every call.
+Weights that change more often than a few times are no longer packed.
 """
 
 from __future__ import annotations
