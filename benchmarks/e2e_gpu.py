@@ -35,7 +35,15 @@ import gemmtune
 
 CASES = "bf16:1,bf16:16,bf16:64,int8:1,int8:16,int8:64,fp8:16,bf16:1x2048"
 PEERS = "eager,compile,max-autotune,gemmtune"
-OURS, PDL = "gemmtune", "gemmtune-pdl"  # with Inductor's own kernels under programmatic dependent launch
+OURS = "gemmtune"
+# The backend with other options: without programmatic dependent launch of Inductor's kernels, and without several of
+# them in one launch.
+VARIANTS: dict[str, dict[str, Any]] = {
+    OURS: {},
+    "gemmtune-no-pdl": {"triton.enable_pdl": False},
+    "gemmtune-no-combo": {"combo_kernels": False},
+    "gemmtune-plain": {"triton.enable_pdl": False, "combo_kernels": False},
+}
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, EPS = 4096, 14336, 32, 8, 128256, 1e-5
 CACHE = 256  # positions of the cache of keys and values, beyond those of a prefill
 FP8_MAX = 448.0
@@ -90,6 +98,20 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
+def attend(q: Tensor, keys: Tensor, values: Tensor, mask: Tensor) -> Tensor:
+    """Return the attention [B, H, S, D] of queries to a cache [B, H / group, T, D]; mask: [1, 1, S, T], added.
+
+    For one token, the queries that share a head of the cache are rows of one product, so that no key is repeated. For a
+    prefill, which fills the cache, the mask is causal.
+    """
+    batch, heads, steps, width = q.shape
+    if steps == 1:
+        rows = q.reshape(batch, keys.shape[1], -1, width)
+        return F.scaled_dot_product_attention(rows, keys, values, attn_mask=mask).view(batch, heads, 1, width)
+    keys, values = (t.repeat_interleave(heads // t.shape[1], 1) for t in (keys, values))
+    return F.scaled_dot_product_attention(q, keys, values, is_causal=True)
+
+
 class Layer(nn.Module):
     """One decoder layer with its static cache."""
 
@@ -116,8 +138,7 @@ class Layer(nn.Module):
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
         self.keys.index_copy_(2, at, k)
         self.values.index_copy_(2, at, v)
-        keys, values = (t.repeat_interleave(HEADS // KV_HEADS, 1) for t in (self.keys, self.values))
-        y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask)
+        y = attend(q, self.keys, self.values, mask)
         x = x + self.o(y.transpose(1, 2).reshape(batch, steps, -1))
         h = self.before_mlp(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -135,7 +156,7 @@ class Decoder(nn.Module):
         angles = torch.arange(positions)[:, None] / 500000 ** (torch.arange(0, 128, 2) / 128)[None]
         self.register_buffer("cos", angles.cos(), persistent=False)
         self.register_buffer("sin", angles.sin(), persistent=False)
-        self.register_buffer("mask", torch.ones(positions, positions, dtype=torch.bool).tril(), persistent=False)
+        self.register_buffer("mask", torch.zeros(positions, positions), persistent=False)
 
     def forward(self, tokens: Tensor, at: Tensor) -> Tensor:
         x = self.embedding(tokens)
@@ -154,7 +175,7 @@ def build(variant: str, layers: int, batch: int, steps: int, device: str) -> Dec
     positions = CACHE if steps == 1 else steps
     angles = torch.arange(positions)[:, None] / 500000 ** (torch.arange(0, 128, 2) / 128)[None]
     model.cos, model.sin = angles.cos().to(device), angles.sin().to(device)
-    model.mask = torch.ones(positions, positions, dtype=torch.bool, device=device).tril()
+    model.mask = torch.full((positions, positions), -torch.inf, device=device).triu(1)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() == 1:
@@ -184,8 +205,7 @@ def contestant(name: str, model: Decoder) -> Callable[..., Tensor]:
         return torch.compile(model)
     if name == "max-autotune":
         return torch.compile(model, mode="max-autotune-no-cudagraphs")
-    options = {"triton.enable_pdl": True} if name == PDL else {}
-    return gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options)
+    return gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=VARIANTS[name])
 
 
 class Step:
@@ -286,7 +306,7 @@ def measure(case: str, options: argparse.Namespace, bandwidth: float) -> dict[st
             print(f"  {case} {name}: ready after {step.seconds:.0f} s", flush=True)
         times = time_steps(done, options.rounds, device)
     spreads = {name: Spread.of(values) for name, values in times.items()}
-    peers = [name for name in spreads if name not in (OURS, PDL)]
+    peers = [name for name in spreads if name not in VARIANTS]
     best = min(peers, key=lambda name: spreads[name].median, default=None)
     row: dict[str, Any] = {
         "case": case, "layers": options.layers, "weights_bytes": weights, "floor_us": 1e6 * weights / bandwidth,

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 
+from gemmtune.backends.base import CAPTURE_FACTS
 from gemmtune.backends.cuda import CudaBackend, space
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
@@ -397,6 +398,31 @@ def test_pdl_is_used_in_a_graph_after_a_gemmtune_kernel(
         assert launch_flags() == launch_flags() == (0, 0)
     assert launch_flags() == (0, 0)
     assert launch_flags() == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "signals", "flags"),
+    [
+        (b"triton_red_fused_norm_1", True, (1, 1)),
+        (b"triton_red_fused_norm_1", False, (0, 0)),
+        (b"cudnn_attention", True, (0, 0)),
+        (None, True, (0, 0)),
+    ],
+)
+def test_pdl_is_used_behind_kernels_of_inductor_that_signal(
+    name: bytes | None, signals: bool, flags: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    driver = install_fake_driver(monkeypatch)
+    driver.capture, driver.arguments["skinny"] = 1, 5
+    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "following"), 0, waits=True)
+    problem = build(4, 32, 64, "bf16")
+    kernel = Skinny(problem, Candidate.make("cuda", "skinny", **SKINNY), [(header, b"")])
+    driver.nodes.append(1000)
+    if name is not None:
+        driver.captured_names[1000] = name
+    monkeypatch.setattr(CAPTURE_FACTS, "inductor_signals", signals)
+    run_into(kernel, make_inputs(problem, 0), torch.empty(4, 32, dtype=torch.bfloat16))
+    assert (driver.pdl_flags[-1], driver.launches[-1][2][-1]) == flags
 
 
 def test_pdl_is_not_used_with_an_older_driver(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,7 @@ class FakeDriver:
     threads, shared: threads of a thread block, and its dynamic shared memory in bytes.
     pdl_flags: for each launch, 1 if it uses PDL (it may begin before the previous kernel has ended), else 0.
     capture: id of the stream's capture, or 0. nodes: the captured nodes. version: the driver's version.
+    captured_names: the names of other libraries' captured kernels by node.
     blocks_per_multiprocessor: thread blocks that fit on a multiprocessor.
     run: called with the grid and the arguments of each launch, so that a test can compute a GPU's result.
     workspaces: tensors that launches requested from torch's allocator.
@@ -46,6 +47,7 @@ class FakeDriver:
         self.pdl_flags: list[int] = []
         self.capture, self.version, self.blocks_per_multiprocessor = 0, 13000, 2
         self.nodes: list[int] = []
+        self.captured_names: dict[int, bytes] = {}
         self.run: Callable[[tuple[int, int], list[int]], None] | None = None
         self.workspaces: list[torch.Tensor] = []
         self.memory: list[Any] = []
@@ -112,6 +114,18 @@ class FakeDriver:
         status._obj.value, number._obj.value, count._obj.value = self.capture > 0, self.capture, len(self.nodes[-1:])
         self._dependencies = (ctypes.c_void_p * 1)(*self.nodes[-1:])
         nodes._obj.contents = ctypes.c_void_p.from_buffer(self._dependencies)
+        return 0
+
+    def cuGraphNodeGetType(self, node: Any, kind: Any) -> int:
+        kind._obj.value = 0 if node.value in self.captured_names else 2  # a kernel, or a memset
+        return 0
+
+    def cuGraphKernelNodeGetParams_v2(self, node: Any, parameters: Any) -> int:
+        parameters[0] = node.value  # this driver's handle of a captured function
+        return 0
+
+    def cuFuncGetName(self, name: Any, function: Any) -> int:
+        name._obj.value = self.captured_names[function.value]
         return 0
 
     def cuThreadExchangeStreamCaptureMode(self, mode: Any) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,10 +15,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
+from gemmtune.inductor import hooks
+from gemmtune.inductor.graph_pass import ProductPass
+from gemmtune.inductor.options import Options
 from helpers.graphs import prefer, run_pass, trace
 
 BF16 = torch.bfloat16
 X, WIDE = torch.randn(3, 64).bfloat16(), torch.randn(2, 3, 64).bfloat16()
+SQUARE, OTHER = torch.randn(64, 64).bfloat16() / 8, torch.randn(64, 64).bfloat16() / 8
 W, V, U = (torch.randn(n, 64).bfloat16() / 8 for n in (48, 16, 48))
 DOWN = torch.randn(64, 48).bfloat16() / 8
 BIAS, BIAS_V = torch.randn(48).bfloat16(), torch.randn(16).bfloat16()
@@ -86,16 +91,54 @@ def test_gate_is_multiplied_in_the_kernel_of_one_of_two_products(monkeypatch: py
 
 
 def test_operation_that_another_kernel_must_do_anyway_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A residual before a norm is added in the norm's kernel."""
+    """An activation before a norm is computed in the norm's kernel."""
     prefer(monkeypatch, fused=True)
 
     def block(x: Tensor, w: Tensor) -> Tensor:
-        return F.rms_norm(x + F.linear(x, w), (64,))
+        return F.rms_norm(F.relu(F.linear(x, w)), (64,))
 
-    square = torch.randn(64, 64).bfloat16()
-    module = trace(block, X, square)
+    module = trace(block, X, SQUARE)
     assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1,))] == [[]]
-    assert_same(module, block, X, square)
+    assert_same(module, block, X, SQUARE)
+
+
+@pytest.mark.parametrize(
+    ("function", "tangents", "safe"),
+    [
+        (lambda x: torch.relu(x) + 1, (), True),
+        (lambda x: x + torch.zeros(3, 64), (), False),
+        (lambda x: x + torch.arange(64), (), False),
+        (lambda x: torch.relu(x) + 1, ("tangent",), False),
+    ],
+)
+def test_dependent_launch_is_for_graphs_whose_operations_all_read_tensors(
+    function: Callable[[Tensor], Tensor], tangents: tuple[str, ...], safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graph = trace(function, X.float()).graph
+    metadata = SimpleNamespace(traced_tangents=tangents)
+    monkeypatch.setattr(hooks.TracingContext, "try_get", lambda: SimpleNamespace(fw_metadata=metadata))
+    assert hooks.is_pdl_safe(graph) == safe
+
+
+def test_unsafe_graph_disables_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hooks.TracingContext, "try_get", lambda: None)
+    with hooks.inductor_config.patch({"triton.enable_pdl": True}):
+        ProductPass(Options(policy="off"), checks_pdl=True)(trace(torch.relu, X).graph)
+        assert not hooks.inductor_config.triton.enable_pdl
+
+
+def test_residual_is_added_by_the_product_so_that_the_norm_behind_it_reads_one_matrix(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefer(monkeypatch, fused=True)
+
+    def block(x: Tensor, w: Tensor, u: Tensor) -> Tensor:
+        x = x + F.linear(x, w)
+        return x + F.linear(F.rms_norm(x, (64,)), u)
+
+    module = trace(block, X, SQUARE, OTHER)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1, 2))] == [["add"], ["add"]]
+    assert_same(module, block, X, SQUARE, OTHER)
 
 
 def test_result_that_two_operations_read_is_stored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from gemmtune.inductor.options import parse_options
+from gemmtune.inductor.options import COMBO, PDL, launch_patches, parse_options
 from gemmtune.store import MemoryStore
 
 
@@ -30,6 +30,13 @@ def test_options_are_divided() -> None:
 def test_default_tunes_on_a_miss() -> None:
     assert parse_options().policy == "on-miss"
     assert dict(parse_options().inductor) == {"freezing": False}
+
+
+def test_launches_are_patched_unless_the_user_sets_them() -> None:
+    assert launch_patches(parse_options("max-autotune")) == {PDL: True, COMBO: True}
+    assert launch_patches(parse_options("max-autotune", {PDL: False})) == {COMBO: True}
+    assert parse_options("max-autotune-no-cudagraphs").tunes_pointwise
+    assert not parse_options("reduce-overhead").tunes_pointwise
 
 
 @pytest.mark.parametrize(

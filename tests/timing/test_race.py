@@ -586,10 +586,10 @@ def test_variant_with_the_better_worst_ratio_serves(
 def test_best_variant_is_that_of_the_surroundings_with_variants() -> None:
     best = make_race()._best_variant
     assert best({}) == OVERLAP
-    assert best({"alone": {"": Comparison(0.5, 0.4)}}) == OVERLAP
-    both = {"": Comparison(0.9, 0.8), OVERLAP: Comparison(0.8, 0.7)}
-    assert best({"alone": {"": Comparison(2.0, 1.9)}, "behind": both}) == OVERLAP
-    worse = {"": Comparison(0.9, 0.8), OVERLAP: Comparison(0.95, 0.7)}
+    assert best({"alone": {"": Comparison(0.5, 0.4, 0.6)}}) == OVERLAP
+    both = {"": Comparison(0.9, 0.8, 1.0), OVERLAP: Comparison(0.8, 0.7, 0.9)}
+    assert best({"alone": {"": Comparison(2.0, 1.9, 2.1)}, "behind": both}) == OVERLAP
+    worse = {"": Comparison(0.9, 0.8, 1.0), OVERLAP: Comparison(0.95, 0.7, 1.0)}
     assert best({"behind": both, "before": worse}) == ""
 
 

@@ -6,6 +6,7 @@ To add a backend, write its own package, add one line to ``backends/__init__.py`
 
 from __future__ import annotations
 
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,19 @@ class Artifact(NamedTuple):
 
 
 Launch = Callable[..., None]  # what Kernel.bind returns
+
+
+class CaptureFacts(threading.local):
+    """What the launches of this thread may assume while they are captured into a CUDA graph.
+
+    inductor_signals: whether Inductor's Triton kernels signal when the next kernel may begin (``triton.enable_pdl``),
+    do so after all work in front of them has ended, and write to no weight.
+    """
+
+    inductor_signals = False
+
+
+CAPTURE_FACTS = CaptureFacts()
 
 
 class Kernel(ABC):

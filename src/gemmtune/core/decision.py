@@ -66,10 +66,15 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     workspace_bytes: int = 0
 
 
+BACK_TO_BACK = "back to back"
+"""The surrounding in which a kernel's calls follow one another directly (``timing.surroundings``)."""
+
+
 class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of the paired test in one weight layout, against the ATen kernel that would otherwise serve.
 
-    outcome: ``winner`` when ``candidate`` is faster than ``baseline`` beyond the noise, in every surrounding; else
+    outcome: ``winner`` when ``candidate`` is faster than ``baseline`` beyond the noise and slower in no surrounding, or
+    as fast (within 1.5%) in calls of its own back to back and faster by 2% wherever other work surrounds it; else
     ``tie``. baseline: id of an ATen candidate; in the unpacked layout, it is one that takes the unpacked weight. ratio:
     the median of the paired ratios of the candidate's time to the baseline's, with its interval [ratio_lo, ratio_hi].
     surroundings: the median paired ratio by the name of the surrounding work (``timing.surroundings``). overlap:
@@ -88,7 +93,10 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def worst_ratio(self) -> float:
-        """The largest of the ratios: the paired test's and those of all surroundings."""
+        """The largest of the ratios: the paired test's and those of all surroundings. Only those among other work count
+        for a kernel that won there, and not back to back."""
+        if self.outcome == "winner" and self.ratio >= 1.0:
+            return max(ratio for name, ratio in self.surroundings.items() if name != BACK_TO_BACK)
         return max((self.ratio, *self.surroundings.values()))
 
 
@@ -124,6 +132,12 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def speedup(self) -> float:
-        """The paired speedup of ``chosen`` over ATen; 1.0 unless the outcome is ``winner``."""
+        """The paired speedup of ``chosen`` over ATen; 1.0 unless the outcome is ``winner``. For a kernel that won among
+        other work only, it is the least one there."""
         row = self.find(self.chosen)
-        return 1.0 if self.outcome != "winner" or row is None or row.sample is None else 1.0 / row.sample.ratio
+        if self.outcome != "winner" or row is None or row.sample is None:
+            return 1.0
+        layout = self.layouts.get(row.packing or "")
+        if layout is not None and layout.candidate == row.id and layout.ratio >= 1.0:
+            return 1.0 / layout.worst_ratio
+        return 1.0 / row.sample.ratio

@@ -10,8 +10,9 @@ from torch import fx
 
 from .graph_pass import ProductPass, TunedMeanwhile
 from .hooks import compile_graph, inductor_config
-from .options import Options, parse_options
+from .options import PDL, Options, launch_patches, parse_options
 
+_PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
 MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems
 
 
@@ -27,10 +28,13 @@ def gemmtune_backend(
     Registered as the Dynamo backend ``gemmtune``. Raises as ``parse_options``, and what Inductor raises.
     """
     parsed = parse_options(mode, options)
+    launches = launch_patches(parsed) if parsed.tunes_pointwise and _is_on_hopper(example_inputs) else {}
     asked: set[str] = set()
     for restart in range(MAX_RESTARTS + 1):
-        graph_pass = ProductPass(parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked)
-        patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
+        graph_pass = ProductPass(
+            parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked, checks_pdl=PDL in launches
+        )
+        patches = {**launches, **parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
         try:
             compiled: Any = compile_graph(gm, example_inputs, patches)
             return compiled  # type: ignore[no-any-return]
@@ -38,6 +42,17 @@ def gemmtune_backend(
             if not _is_restart(error):
                 raise
     raise AssertionError("unreachable: the last attempt raises or returns")
+
+
+def _is_on_hopper(example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph's tensors are on a GPU of NVIDIA's with compute capability 9.0 or more."""
+    devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
+    on_gpu = [device for device in devices if device.type == "cuda"]
+    return (
+        bool(on_gpu)
+        and torch.version.hip is None
+        and all(torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY for device in on_gpu)
+    )
 
 
 def _is_restart(error: BaseException | None) -> bool:

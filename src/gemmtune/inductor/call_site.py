@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.base import Kernel
+from ..backends.base import CAPTURE_FACTS, Kernel
 from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, PackedWeightError, UnsupportedError
@@ -33,10 +33,15 @@ Run = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 
 
 class CallSite:
-    """A product in a compiled graph. text: ``GraphCall.to_json``. Raises ValueError for a malformed text."""
+    """A product in a compiled graph.
 
-    def __init__(self, text: str) -> None:
+    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. Raises
+    ValueError for a malformed text.
+    """
+
+    def __init__(self, text: str, inductor_signals: bool = False) -> None:
         self.call = GraphCall.from_json(text)
+        self._inductor_signals = inductor_signals and self.call.problem.b.constant
         self._count = self.call.weight_count
         self._split = self._count + self.call.part_count
         self._merged = MergedWeights(movable=self.call.form != "matrix")
@@ -61,7 +66,14 @@ class CallSite:
         run = self._runs.get(a.shape[-2])
         if run is None:
             run = self._prepare(out, a, weights, aux)
-        run(out, a, weights, aux)
+        if not self._inductor_signals:
+            run(out, a, weights, aux)
+            return
+        CAPTURE_FACTS.inductor_signals = True
+        try:
+            run(out, a, weights, aux)
+        finally:
+            CAPTURE_FACTS.inductor_signals = False
 
     def _prepare(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return the function that serves this M, and remember it unless CUDA graphs are being captured: what serves

@@ -11,9 +11,13 @@ from ..core.devices import is_host
 from ..core.problem import Problem, bits
 from ..dispatch.runtime import RUNTIME
 
+# By whether a device is a host.
 # A pointwise kernel that Inductor need not launch: seconds of a launch inside a graph, and bytes a second.
 _LAUNCH_S = {True: 1e-6, False: 1.5e-6}
 _BANDWIDTH = {True: 1.5e10, False: 3e12}
+# A matrix that a kernel of Inductor's need not read. On an H200, a norm of one row of 4,096 numbers took 2.4 us with
+# one matrix added in front, and 4.7 to 6.7 us with two or three (benchmarks/results/e2e-gpu-kernels-20261125.txt).
+_READ_S = {True: 0.0, False: 1e-6}
 
 
 # Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.
@@ -67,3 +71,11 @@ def pointwise_s(problem: Problem, device: torch.device) -> float:
     width = bits(problem.out_dtype) // 8
     matrices = sum(bits(step.dtype) // 8 for step in problem.epilogue if step.axis == "full" and step.dtype)
     return _LAUNCH_S[host] + elements * (2 * width + matrices) / _BANDWIDTH[host]
+
+
+def residual_s(problem: Problem, device: torch.device) -> float:
+    """Return the seconds that kernels of Inductor's save which read a product's result, if that includes the matrix
+    that is added last."""
+    host = is_host(device.type)
+    width = bits(problem.epilogue[-1].dtype or problem.out_dtype) // 8
+    return _READ_S[host] + problem.m * problem.n * problem.batch * width / _BANDWIDTH[host]

@@ -21,7 +21,15 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from .costs import cost_of
-from .hooks import CustomGraphPass, compiles_python, constant_inputs, get_hash_for_files, outside_of_compilation
+from .hooks import (
+    CustomGraphPass,
+    compiles_python,
+    constant_inputs,
+    disable_pdl,
+    get_hash_for_files,
+    is_pdl_safe,
+    outside_of_compilation,
+)
 from .matching import Product, find_products
 from .nodes import aten, is_view
 from .operator import product as product_op
@@ -42,17 +50,21 @@ class TunedMeanwhile(Exception):
 class ProductPass(CustomGraphPass):
     """Replaces the products of a graph that gemmtune serves. options: the backend's. before: passes that the user set,
     which run first. restarts: whether ``TunedMeanwhile`` may be raised. asked: the keys of Problems that are not tuned,
-    because that has just been tried; the pass adds those that it tunes."""
+    because that has just been tried; the pass adds those that it tunes. checks_pdl: whether programmatic dependent
+    launch, which is on, must be off for graphs in which it is not safe (``hooks.is_pdl_safe``)."""
 
     def __init__(
-        self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None
-    ) -> None:
-        self.options, self.before, self.restarts = options, tuple(before), restarts
+        self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None,
+        checks_pdl: bool = False,
+    ) -> None:  # fmt: skip
+        self.options, self.before, self.restarts, self.checks_pdl = options, tuple(before), restarts, checks_pdl
         self.asked = set() if asked is None else asked
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
             each(graph)
+        if self.checks_pdl and not is_pdl_safe(graph):
+            disable_pdl()
         if self.options.policy == "off" or not compiles_python():
             return
         with _LOCK, store_of(self.options):
@@ -102,6 +114,7 @@ class ProductPass(CustomGraphPass):
         """Return what the pass's effect depends on: its sources, the options and all decisions of the store."""
         with store_of(self.options):
             parts = [get_hash_for_files(_SOURCES), __version__, self.options.policy, self.options.emulates_casts]
+            parts += [self.checks_pdl]
             parts += [decisions_digest(), *(_uuid_of(each) for each in self.before)]
         return None if None in parts else "|".join(str(part) for part in parts)
 

@@ -25,8 +25,8 @@ from .graph_call import GraphCall
 from .operator import product
 
 __all__ = [
-    "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs", "get_hash_for_files",
-    "inductor_config", "mode_options", "outside_of_compilation",
+    "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs", "disable_pdl",
+    "get_hash_for_files", "inductor_config", "is_pdl_safe", "mode_options", "outside_of_compilation",
 ]  # fmt: skip
 
 
@@ -58,6 +58,30 @@ def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     chosen = [index for index in metadata.static_input_indices if index not in mutated]
     own = [node for node in graph.nodes if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor)]
     return frozenset([*own, *(placeholders[index] for index in chosen)])
+
+
+def is_pdl_safe(graph: fx.Graph) -> bool:
+    """Whether Inductor's kernels for a graph order all accesses under programmatic dependent launch.
+
+    A kernel of Inductor's waits for the kernel in front of it before it signals that the next one may begin, unless it
+    reads nothing: such a kernel may end before the kernel in front of it, and the next one, which waits for it alone,
+    may then read too early. So no operation may make a tensor without reading one. The graphs of training, in which
+    Inductor adds such kernels (sums into zeros), are not safe either.
+    """
+    context = TracingContext.try_get()
+    metadata = None if context is None else context.fw_metadata
+    if metadata is None or metadata.traced_tangents:
+        return False
+    return all(
+        any(isinstance(each.meta.get("val"), torch.Tensor) for each in node.all_input_nodes)
+        for node in graph.nodes
+        if node.op == "call_function" and isinstance(node.meta.get("val"), torch.Tensor)
+    )
+
+
+def disable_pdl() -> None:
+    """Disable Inductor's programmatic dependent launch for the compilation that is under way, whose patches have it."""
+    inductor_config.triton.enable_pdl = False
 
 
 @contextmanager
@@ -93,7 +117,8 @@ class ProductKernel(ir.ExternKernelOut):
         while getattr(graph, "parent", None) is not None:  # the code of a branch or a loop has no imports of its own
             graph = graph.parent
         graph.wrapper_code.add_import_once("from gemmtune.inductor.call_site import CallSite")
-        graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r})")
+        signals = bool(getattr(inductor_config.triton, "enable_pdl", False))
+        graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r}, {signals})")
         super().codegen(wrapper)
 
 

@@ -10,6 +10,8 @@ from ..dispatch.policies import Policy
 from ..store.base import Store
 from .hooks import inductor_config, mode_options
 
+PDL, COMBO = "triton.enable_pdl", "combo_kernels"  # options of Inductor
+
 _OURS = ("policy", "budget", "store", "backends", "multi_kernel_hints")
 
 
@@ -30,6 +32,11 @@ class Options:
     backends: tuple[str, ...] | None = None
     multi_kernel_hints: tuple[int, ...] = ()
     inductor: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    @property
+    def tunes_pointwise(self) -> bool:
+        """Whether Inductor's own kernels are tuned: in the modes of ``torch.compile`` with max-autotune."""
+        return bool(self.inductor.get("max_autotune_pointwise"))
 
     @property
     def emulates_casts(self) -> bool:
@@ -68,6 +75,18 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
             f"options: store must be a gemmtune store (gemmtune.store.open_store); got {type(store).__name__}"
         )
     return Options(policy, budget, store, names, _hints(ours.get("multi_kernel_hints", ())), patches)
+
+
+def launch_patches(options: Options) -> dict[str, Any]:
+    """Return the patches that make the launches between products take less time on a GPU, without those that the user
+    set or that this version of PyTorch lacks.
+
+    A step of a decoder has some eight small kernels between its products, most of whose time is that of a launch.
+    ``combo_kernels`` makes one kernel of independent ones. With ``triton.enable_pdl`` a kernel may begin before the one
+    in front of it has ended (programmatic dependent launch). benchmarks/e2e_gpu.py measures both.
+    """
+    known = inductor_config.get_config_copy()
+    return {name: True for name in (PDL, COMBO) if name in known and name not in options.inductor}
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:

@@ -2,8 +2,8 @@
 
 Every form is a Problem that the store has a decision for, with the measured time of what would serve it. A product
 that computes the pointwise operations behind it saves the kernel that Inductor would launch for them, if no operation
-is left in it. The cheapest set of forms is chosen; a product stays Inductor's where no form of it is cheaper than
-PyTorch's own operator.
+is left in it. One that adds a residual saves the kernels behind it a read. The cheapest set of forms is chosen; a
+product stays Inductor's where no form of it is cheaper than PyTorch's own operator.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from ..core.problem import Problem
-from .costs import cost_of, pointwise_s
+from .costs import cost_of, pointwise_s, residual_s
 from .graph_call import GraphCall
 from .matching import Product
 from .nodes import aten, is_call, is_view, value_of, without_views
@@ -78,13 +78,14 @@ class GraphPlan:
         return counts
 
     def fused_length(self, product: Product) -> int | None:
-        """Return the length of a product's chain that saves a pointwise kernel; None if none does."""
+        """Return the length of a product's chain that saves a pointwise kernel, or a read of a residual; None if none
+        does."""
         length = product.fixed
         for link in product.chain[product.fixed :]:
             if link.aux is not None and not self._is_in_memory(link.aux):
                 break
             length += 1
-        while length > product.fixed and not _ends_here(product, length):
+        while length > product.fixed and not (_ends_here(product, length) or _adds_residual(product, length)):
             length -= 1
         return length if length > product.fixed else None
 
@@ -127,7 +128,7 @@ class GraphPlan:
             fused = cost_of(problem, device)
             if fused is None or not fused.beats_torch:
                 continue
-            if fused.seconds < _CLEAR * (plain.seconds + pointwise_s(problem, device)):
+            if fused.seconds < _CLEAR * (plain.seconds + _saved_s(product, length)):
                 form = Form((product,), product.call(length), length, fused.seconds)
                 result[id(product)] = _Alone(form, fused.seconds, end)
                 saved.add(end)
@@ -141,11 +142,11 @@ class GraphPlan:
         cost = cost_of(call.problem, device)
         if cost is None:
             return None
-        lost = 0.0  # pointwise kernels that forms of single products save
+        lost = 0.0  # what forms of single products save
         for product in group:
             each, length = alone[id(product)], self.fused_length(product)
             if each.saved is not None and length is not None:
-                lost += pointwise_s(product.problem(length), device)
+                lost += _saved_s(product, length)
         total = sum(alone[id(product)].seconds for product in group)
         return Form(tuple(group), call, group[0].fixed, cost.seconds) if cost.seconds + lost < _CLEAR * total else None
 
@@ -162,6 +163,21 @@ def _ends_here(product: Product, length: int) -> bool:
     output read their result, and not all of them are views and conversions."""
     works = any(link.steps for link in product.chain[product.fixed : length])
     return works and not is_view(product.end(length)) and _feeds_products(product.end(length))
+
+
+def _adds_residual(product: Product, length: int) -> bool:
+    """Whether the last one of the first ``length`` operations adds a matrix of the result's shape."""
+    steps = product.chain[length - 1].steps
+    if not steps or steps[-1].step.kind != "add":
+        return False
+    tensor = steps[-1].tensor
+    return tensor is not None and tensor.shape[-1] == product.columns
+
+
+def _saved_s(product: Product, length: int) -> float:
+    """Return the seconds of Inductor's kernels that a product saves which includes ``length`` operations."""
+    problem, device = product.problem(length), device_of(product)
+    return pointwise_s(problem, device) if _ends_here(product, length) else residual_s(problem, device)
 
 
 def _feeds_products(node: fx.Node) -> bool:

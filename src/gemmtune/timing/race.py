@@ -6,7 +6,9 @@ are far behind. Interleaved rounds with sequential elimination then reduce the r
 the leader (elimination.py). A paired test on fresh timings (paired_test.py) decides between the leading challenger and
 the fastest baseline. Only the paired test can make a winner: the rounds before it chose the leader for its good times,
 so their times flatter it. A winner must be no slower in any surrounding (surroundings.py); where it is slower, the next
-challenger is tested. When a packed layout leads, the raw layout has a paired test of its own, because an unpacked
+challenger is tested. A challenger that is about as fast as ATen in the paired test wins if it is clearly faster in
+every surrounding with other work: ATen's kernels may overlap with themselves when they are timed back to back, which
+they cannot do in a model. When a packed layout leads, the raw layout has a paired test of its own, because an unpacked
 weight is served by the kernel that beats ATen on the raw weight.
 
 A disturbed machine (stalls, noise, others' load) lengthens a race that is undecided when its budget ends, to twice the
@@ -19,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 
-from ..core.decision import Evidence, LayoutDecision, Outcome, Stage, Verdict
+from ..core.decision import BACK_TO_BACK, Evidence, LayoutDecision, Outcome, Stage, Verdict
 from .clock import Clock
 from .elimination import (
     EXTENSION,
@@ -37,7 +39,7 @@ from .outcome import RaceResult
 from .paired_test import PairedTest, paired_test
 from .race_entry import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
 from .stats import drift
-from .surroundings import OVERLAP, Comparison, compare
+from .surroundings import OVERLAP, SLOWER, Comparison, compare
 
 __all__ = ["Entrant", "RaceResult", "RaceSetup", "race"]
 
@@ -62,7 +64,8 @@ def race(
     """Race ``entrants`` for at most ``budget_s`` seconds of ``clock`` and return the RaceResult.
 
     The budget is kept within 10%, or one timing if that is more; a disturbed machine may double it. A winner's paired
-    time ratio to the fastest baseline is below ``1 - min_gain`` with 99.5% confidence; anything less is a tie.
+    time ratio to the fastest baseline is below ``1 - min_gain`` with 99.5% confidence, or it is at most 1.015 and below
+    0.98 among other work; anything less is a tie.
     ``min_pairs``: pairs before the first look, unless a pair takes longer than 10 ms. Without a baseline the fastest
     entrant wins unopposed. An entrant that raises, or that is faster than the machine can be, is out (stage
     ``failed``). Raises ValueError for a budget that is not positive or ids that repeat.
@@ -103,7 +106,7 @@ class _Race(Elimination):
                 state_before, test_repeated = state_now, True
                 self.conditions["repeated"] = changed
                 continue
-            disagreement = self._record_layout(test, challenger, baseline)
+            won, disagreement = self._record_layout(test, challenger, baseline)
             if not (challenger.active and baseline.active):
                 self._restore_dropped()
                 continue
@@ -112,7 +115,7 @@ class _Race(Elimination):
                 challenger.drop("eliminated", disagreement)
                 self.stopped = disagreement
                 continue
-            return self._decided(test, challenger, baseline, disagreement)
+            return self._decided(test, challenger, baseline, won, disagreement)
 
     # --- paired tests and surroundings ---
 
@@ -138,32 +141,53 @@ class _Race(Elimination):
             self.disturbed = True
         return self.start + self._limit_s() - self._reserved_after_test_s()
 
-    def _record_layout(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry) -> str:
-        """Record the paired test for its layout, with the comparisons in the surroundings when the challenger won it.
+    def _record_layout(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry) -> tuple[bool, str]:
+        """Record the paired test for its layout, with the comparisons in the surroundings unless the challenger lost.
 
-        Returns the surrounding that disagrees, in words; empty where none does.
+        Returns whether the challenger wins, and the surrounding that disagrees with a paired test that it won, in
+        words; empty where none does.
         """
         if test.interval is None:
-            return ""
-        ratios, overlap, disagreement = (
-            self._compare_in_surroundings(challenger, baseline) if test.won else ({}, True, "")
-        )
-        won = test.won and not disagreement
+            return False, ""
+        compared: dict[str, Comparison] = {}
+        overlap, disagreement, won = True, "", test.won
+        if test.won:
+            compared, overlap = self._compare_in_surroundings(challenger, baseline, lambda item: not item.disagrees)
+            disagreement = _disagreement(compared, baseline)
+            won = not disagreement
+        elif test.decided and test.interval.hi <= 1.0 + SLOWER and self._surroundings:
+            compared, overlap = self._compare_in_surroundings(challenger, baseline, lambda item: item.is_faster)
+            won = self._wins_among_other_work(compared)
         if challenger.raw and not baseline.raw and not won:
-            return disagreement  # the raw layout has another baseline
+            return False, disagreement  # the raw layout has another baseline
+        ratios = {name: round(item.ratio, 4) for name, item in compared.items()}
         self.layouts[challenger.packing or ""] = LayoutDecision(
             "winner" if won else "tie", challenger.id, baseline.id,
             test.interval.center, test.interval.lo, test.interval.hi, ratios, overlap,
         )  # fmt: skip
-        return disagreement
+        if won and not test.won:
+            test.reason += f", and {self.layouts[challenger.packing or ''].worst_ratio:.3f}x at most among other work"
+        return won, disagreement
+
+    def _wins_among_other_work(self, compared: Mapping[str, Comparison]) -> bool:
+        """Whether a challenger is clearly faster in every surrounding with other work, and not slower back to back."""
+        names = {surrounding.name for surrounding in self._surroundings}
+        among_work = names - {BACK_TO_BACK}
+        return (
+            bool(among_work)
+            and names == compared.keys()
+            and all(compared[name].is_faster for name in among_work)
+            and not any(item.ratio > 1.0 + SLOWER for item in compared.values())
+        )
 
     def _compare_in_surroundings(
-        self, challenger: RaceEntry, baseline: RaceEntry
-    ) -> tuple[dict[str, float], bool, str]:
-        """Return (median ratio by surrounding, whether overlapping pays, the first surrounding that disagrees in
-        words).
+        self, challenger: RaceEntry, baseline: RaceEntry, is_enough: Callable[[Comparison], bool]
+    ) -> tuple[dict[str, Comparison], bool]:
+        """Return (the comparison by surrounding, whether overlapping pays).
 
-        One variant of the challenger serves in all surroundings: the one whose worst ratio is the best.
+        One variant of the challenger serves in all surroundings: the one whose worst ratio is the best. is_enough:
+        whether a comparison leaves the challenger a chance; the comparisons end with the first surrounding in which no
+        variant has one.
         """
         comparisons: dict[str, dict[str, Comparison]] = {}
         share_s = SURROUNDINGS_SHARE * self.budget / max(1, len(self._surroundings))
@@ -173,20 +197,13 @@ class _Race(Elimination):
                 by_variant = compare(surrounding, challenger, baseline, self.clock, self.rng, deadline)
             except EntrantError as error:
                 error.entry.drop("failed", f"{error} {surrounding.name}")
-                return {}, True, ""
+                return {}, True
             if by_variant:
                 comparisons[surrounding.name] = by_variant
-            if by_variant and all(item.disagrees for item in by_variant.values()):
+            if by_variant and not any(map(is_enough, by_variant.values())):
                 break
         variant = self._best_variant(comparisons)
-        chosen = {name: item.get(variant, item[""]) for name, item in comparisons.items()}
-        disagreements = (
-            f"{item.ratio:.3f}x the time of {baseline.id} {name}, where it was faster in the paired test"
-            for name, item in chosen.items()
-            if item.disagrees
-        )
-        disagreement = next(disagreements, "")
-        return {name: round(item.ratio, 4) for name, item in chosen.items()}, variant == OVERLAP, disagreement
+        return {name: item.get(variant, item[""]) for name, item in comparisons.items()}, variant == OVERLAP
 
     def _best_variant(self, comparisons: Mapping[str, Mapping[str, Comparison]]) -> str:
         """Return the variant whose worst ratio is the lowest, among the surroundings that were timed with several
@@ -227,13 +244,15 @@ class _Race(Elimination):
             return self._result(outcome, leader, baseline, reason or self.stopped or "no challenger is left")
         return self._result("winner", leader, None, "there is no baseline to beat")
 
-    def _decided(self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, disagreement: str) -> RaceResult:
+    def _decided(
+        self, test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, won: bool, disagreement: str
+    ) -> RaceResult:
         for entry, times in ((challenger, test.challenger), (baseline, test.baseline)):
             entry.test_times, entry.baseline_test_times = times, test.baseline
         if test.stalled:
             self.conditions["stalled"] = f"{test.stalled:.0%} of the pairs, set aside"
         implausible = self._implausible_baseline(baseline)
-        won = test.won and not disagreement and not implausible
+        won = won and not implausible
         for entry in self._active():
             was_tested = entry in (challenger, baseline)
             entry.reason = test.reason if was_tested else "among the fastest; not chosen for the paired test"
@@ -310,3 +329,13 @@ class _Race(Elimination):
         if (extra := self._elapsed_s() - self.budget) > 0.1 * self.budget and self.disturbed:
             conditions["extended"] = f"by {extra:.1f} s: the machine was disturbed"
         return conditions
+
+
+def _disagreement(compared: Mapping[str, Comparison], baseline: RaceEntry) -> str:
+    """Return the first surrounding in which a challenger is slower, in words; empty where none is."""
+    disagreements = (
+        f"{item.ratio:.3f}x the time of {baseline.id} {name}, where it was faster in the paired test"
+        for name, item in compared.items()
+        if item.disagrees
+    )
+    return next(disagreements, "")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ..backends.base import OVERLAP as OVERLAP_SETTING
+from ..core.decision import BACK_TO_BACK
 from ..verify.inputs import Inputs
 from .surroundings import OVERLAP, Surrounding
 
@@ -56,7 +57,7 @@ def gpu_surroundings(
         _surrounding("before an elementwise kernel", site, outputs=outputs),
         _surrounding("alone, after a pause", site, pause=pause),
         Surrounding(
-            "back to back", back_to_back, lambda name: ("", OVERLAP) if can_overlap(name) else ("",),
+            BACK_TO_BACK, back_to_back, lambda name: ("", OVERLAP) if can_overlap(name) else ("",),
             timing_s=_BACK_TO_BACK_S,
         ),
     ]  # fmt: skip

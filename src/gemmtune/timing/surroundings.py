@@ -21,9 +21,10 @@ ROUNDS = 14
 _MIN_ROUNDS = 6
 # After so many rounds, a challenger whose interval is below _CLEAR times the baseline's time is not timed further.
 _CLEAR_ROUNDS, _CLEAR = 8, 0.9
-# A ratio above 1 by no more than _TOLERANCE is no disagreement; one above 1 by more than _SLOWER is, however noisy it
+# A ratio above 1 by no more than _TOLERANCE is no disagreement; one above 1 by more than SLOWER is, however noisy it
 # was.
-_TOLERANCE, _SLOWER = 0.005, 0.015
+_TOLERANCE, SLOWER = 0.005, 0.015
+_GAIN = 0.02  # of a challenger that wins for its times among other work
 _ALPHA = 0.1
 
 OVERLAP = "overlap"
@@ -48,16 +49,22 @@ class Surrounding:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """The ratio of the challenger's time to the baseline's in one surrounding: its median and its lower bound (95%
-    one-sided)."""
+    """The ratio of the challenger's time to the baseline's in one surrounding: its median and its bounds (95% one-sided
+    each)."""
 
     ratio: float
     ratio_lo: float
+    ratio_hi: float
 
     @property
     def disagrees(self) -> bool:
         """Whether the challenger is slower in this surrounding."""
-        return self.ratio > 1.0 + _SLOWER or (self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0)
+        return self.ratio > 1.0 + SLOWER or (self.ratio > 1.0 + _TOLERANCE and self.ratio_lo > 1.0)
+
+    @property
+    def is_faster(self) -> bool:
+        """Whether the challenger is faster in this surrounding by 2% or more."""
+        return self.ratio_hi < 1.0 - _GAIN
 
 
 def compare(
@@ -97,7 +104,7 @@ def compare(
             times[name].append(value)
         if completed + 1 == _CLEAR_ROUNDS and all(ratio.hi < _CLEAR for ratio in _ratios(times, variants).values()):
             break
-    return {name: Comparison(ratio.center, ratio.lo) for name, ratio in _ratios(times, variants).items()}
+    return {name: Comparison(ratio.center, ratio.lo, ratio.hi) for name, ratio in _ratios(times, variants).items()}
 
 
 def _ratios(times: Mapping[str, list[float]], variants: tuple[str, ...]) -> dict[str, Interval]:

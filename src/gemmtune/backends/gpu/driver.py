@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ...core.errors import KernelError
-from ..base import OVERLAP
+from ..base import CAPTURE_FACTS, OVERLAP
 from .artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Header, Tma
 
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -205,6 +205,25 @@ class _LastKernel:
 
 _last_kernels: dict[int, _LastKernel] = {}
 
+_INDUCTOR_KERNELS = (b"triton_poi_", b"triton_red_", b"triton_per_")  # pointwise, reductions, persistent reductions
+_KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
+_NODE_PARAMETERS_WORDS = 16  # at least the size of CUDA_KERNEL_NODE_PARAMS, whose first word is the function
+
+
+def _follows_inductor(position: CaptureState) -> bool:
+    """Whether the last captured node is a kernel of Inductor's, by its name. False where the driver does not tell."""
+    if len(position.dependencies) != 1:
+        return False
+    library, node, kind = driver(), ctypes.c_void_p(position.dependencies[0]), ctypes.c_int(-1)
+    if library.cuGraphNodeGetType(node, ctypes.byref(kind)) or kind.value != _KERNEL_NODE:
+        return False
+    parameters, name = (ctypes.c_void_p * _NODE_PARAMETERS_WORDS)(), ctypes.c_char_p()
+    if library.cuGraphKernelNodeGetParams_v2(node, parameters) or not parameters[0]:
+        return False
+    if _version() < _PDL_DRIVER_VERSION or library.cuFuncGetName(ctypes.byref(name), ctypes.c_void_p(parameters[0])):
+        return False
+    return (name.value or b"").startswith(_INDUCTOR_KERNELS)
+
 
 class LaunchArgs(threading.local):
     """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
@@ -241,18 +260,20 @@ class LaunchArgs(threading.local):
         With programmatic dependent launch, a kernel that directly follows another kernel of this module may begin once
         all blocks of that kernel have begun, and may read B early, unless that kernel writes B. All work before that
         kernel has ended by then, since that kernel has waited for it. Outside a capture the preceding work is not
-        known. After other kernels, which do not signal when the next kernel may begin, PDL would only take longer
-        (docs/notes/cuda.md).
+        known. The same holds after Inductor's kernels where they signal (``CAPTURE_FACTS``). After other kernels, which
+        do not signal when the next kernel may begin, PDL would only take longer (docs/notes/cuda.md).
         """
         slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":
             return launch()
-        slot, last = self._pdl_slot, _last_kernels.pop(stream, None)
+        slot, last, position = self._pdl_slot, _last_kernels.pop(stream, None), CaptureState.of(stream)
         flags = slots[slot]
-        if last is not None and last.position == CaptureState.of(stream):
+        if last is not None and last.position == position:
             config.count = 1
             if not last.writes.overlaps(MemoryRange.of(b)):
                 slots[slot] = flags | B_EARLY
+        elif CAPTURE_FACTS.inductor_signals and _follows_inductor(position):
+            config.count, slots[slot] = 1, flags | B_EARLY
         status = launch()
         config.count, slots[slot] = 0, flags
         position = CaptureState.of(stream)
