@@ -112,3 +112,35 @@ def test_wrong_usage_is_exit_code_2(run: CommandRunner, store_path: Path) -> Non
     assert "int8wo" in unknown.err
     assert run("explain", 1, 2).code == 2
     assert run("explain", 1, 2, -3).code == 2
+
+
+MODEL = """
+import torch
+
+def factory(dtype: torch.dtype = torch.float32):
+    model = torch.nn.Sequential(torch.nn.Linear(16, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4)).to(dtype)
+    return model, torch.ones(3, 16, dtype=dtype)
+"""
+
+
+def test_graph_has_a_line_for_each_product_of_a_model(run: CommandRunner, store_path: Path, tmp_path: Path) -> None:
+    path = tmp_path / "small.py"
+    path.write_text(MODEL)
+    result = run("explain", "--graph", f"{path}:factory", "--store", store_path)
+    assert result.code == 0
+    assert "gemmtune serves 0 of 2 products of a graph" in result.out
+    assert "3x8x16 fp32 +bias: Inductor's (it was not tuned)" in result.out
+    (graph,) = run("explain", "--graph", f"{path}:factory", "--dtype", "bf16", "--store", store_path, "--json").json[
+        "graphs"
+    ]
+    assert [product["problem"] for product in graph["products"]] == ["3x8x16 bf16 +bias", "3x4x8 bf16 +bias"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [((), "give a shape"), ((1, 2), "give a shape"), ((1, 2, 3, "--graph", "x.py:f"), "without M N K")],
+)
+def test_explain_takes_a_shape_or_a_model(run: CommandRunner, arguments: tuple[object, ...], words: str) -> None:
+    result = run("explain", *arguments)
+    assert result.code == 2
+    assert words in result.err

@@ -17,6 +17,7 @@ from torch._dynamo.utils import counters
 
 import gemmtune
 from gemmtune.inductor import graph_pass
+from gemmtune.inductor.graph_report import report_of
 from gemmtune.inductor.operator import product
 from gemmtune.store import MemoryStore
 from helpers.graphs import prefer
@@ -30,6 +31,32 @@ def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[
     counters.clear()
     yield
     torch._dynamo.reset()
+
+
+def test_explain_reports_each_product_and_generates_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    model = Mlp()
+    x = torch.randn(4, 64)
+    (report,) = gemmtune.inductor.explain(model, x)
+    assert [product.form for product in report.products] == ["fused", "alone", "fused"]
+    fused = report.products[0]
+    assert fused.problem.startswith("4x64x64 fp32")
+    assert fused.nodes[0].startswith("addmm")
+    assert len(fused.nodes) > 1
+    assert "gemmtune serves 3 of 3 products of a graph: 0 merged ones, 2 with" in report.summary
+    assert not counters["inductor"]["extern_calls"]
+
+
+def test_explain_says_why_a_product_stays_inductors() -> None:
+    def function(x: Tensor, y: Tensor, z: Tensor, store: Tensor) -> Tensor:
+        return torch.addmm(z, x, y, beta=2) + torch.mm(x.double(), y.double()) + x @ y
+
+    square = torch.randn(8, 8)
+    (report,) = gemmtune.inductor.explain(function, square, square, square, square, options={"store": MemoryStore()})
+    assert dict(report.unmatched)["addmm"] == "has an alpha or beta"
+    assert "multiplies float32, bfloat16, float16; got float64" in report.lines()[-1]
+    assert {product.form for product in report.products} == {"inductor"}
+    assert "it was not tuned" in report.lines()[0]
 
 
 class Mlp(nn.Module):
@@ -194,7 +221,7 @@ def test_policy_off_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_installed_pass_serves_the_backend_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch)
     seen = []
-    monkeypatch.setattr(graph_pass, "_log", lambda plan, forms: seen.append(len(forms)))
+    monkeypatch.setattr(graph_pass, "report_of", lambda *args: seen.append(len(args[1])) or report_of(*args))
     model, x = Mlp().eval(), torch.randn(3, 64)
     with torch.no_grad(), gemmtune.inductor.install({"policy": "cached"}):
         close(torch.compile(model)(x), model(x))
@@ -210,7 +237,7 @@ def test_installed_pass_serves_the_backend_inductor(monkeypatch: pytest.MonkeyPa
 def test_users_own_pass_runs_first(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch)
     order: list[str] = []
-    monkeypatch.setattr(graph_pass, "_log", lambda plan, forms: order.append("gemmtune"))
+    monkeypatch.setattr(graph_pass, "report_of", lambda *args: order.append("gemmtune") or report_of(*args))
     options = {"policy": "cached", "post_grad_custom_pre_pass": lambda graph: order.append("user")}
     with torch.no_grad():
         gemmtune.compile(Mlp().eval(), options=options)(torch.randn(3, 64))

@@ -1,4 +1,7 @@
-"""``gemmtune explain M N K``: print a decision with its evidence, and the plan that its M is in the range of."""
+"""``gemmtune explain M N K``: print a decision with its evidence, and the plan that its M is in the range of.
+
+``gemmtune explain --graph file.py:factory``: print what the backend of torch.compile makes of a model's products.
+"""
 
 from __future__ import annotations
 
@@ -43,9 +46,18 @@ _BRIEF_KEYS = ("serves", "sure", "next")  # the keys of the three lines in JSON
 
 @exit_on_error
 def explain(
-    m: Annotated[int, typer.Argument(min=0, metavar="M")],
-    n: Annotated[int, typer.Argument(min=0, metavar="N")],
-    k: Annotated[int, typer.Argument(min=0, metavar="K")],
+    context: typer.Context,
+    m: Annotated[int | None, typer.Argument(min=0, metavar="M")] = None,
+    n: Annotated[int | None, typer.Argument(min=0, metavar="N")] = None,
+    k: Annotated[int | None, typer.Argument(min=0, metavar="K")] = None,
+    graph: Annotated[
+        str | None,
+        typer.Option(
+            "--graph",
+            metavar="FILE:FACTORY",
+            help="What torch.compile(backend='gemmtune') makes of a model's products, and why; as for `tune`.",
+        ),
+    ] = None,
     dtype: DtypeOption = "bf16",
     threads: ThreadsOption = None,
     device: DeviceOption = None,
@@ -61,7 +73,19 @@ def explain(
     """Show the decisions for a shape: in three lines what serves, how sure that is and what to do next; then all their
     evidence: every candidate, why some were illegal, verdicts, samples with their intervals and the conditions they
     were taken under, and why the race stopped. Then the plan of a weight that was tuned for many M: what serves where,
-    times over M, what was verified, and which kernels cannot serve."""
+    times over M, what was verified, and which kernels cannot serve. With --graph, for each product of a model's graphs:
+    its kernel and its form (alone, fused with what follows, merged with others), or why it stays PyTorch's."""
+    if graph is not None:
+        if m is not None:
+            fail_usage("--graph explains a model: give it without M N K")
+        from .explain_graph import explain_graph
+
+        source = context.get_parameter_source("dtype")
+        is_chosen = source is not None and source.name == "COMMANDLINE"
+        explain_graph(graph, dtype if is_chosen else None, store_path, as_json=as_json)
+        return
+    if m is None or n is None or k is None:
+        fail_usage("give a shape, M N K, or a model: --graph file.py:factory")
     if dtype not in _known_dtypes():
         fail_usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     from .explain_plan import matching_plans, plan_json, show_plan

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
-from .backend import Installation, compile, gemmtune_backend, install
+from .backend import Installation, compile, explain, gemmtune_backend, install
+from .graph_report import GraphReport, ProductReport
 
-__all__ = ["Installation", "compile", "gemmtune_backend", "install"]
+__all__ = ["GraphReport", "Installation", "ProductReport", "compile", "explain", "gemmtune_backend", "install"]

@@ -9,6 +9,7 @@ import torch
 from torch import fx
 
 from .graph_pass import ProductPass, TunedMeanwhile
+from .graph_report import GraphReport
 from .hooks import compile_graph, inductor_config
 from .options import PDL, Options, launch_patches, parse_options
 
@@ -39,7 +40,7 @@ def gemmtune_backend(
             compiled: Any = compile_graph(gm, example_inputs, patches)
             return compiled  # type: ignore[no-any-return]
         except Exception as error:  # Inductor wraps what a pass raises in an error of its own
-            if not _is_restart(error):
+            if not _was_raised_by(error, TunedMeanwhile):
                 raise
     raise AssertionError("unreachable: the last attempt raises or returns")
 
@@ -55,9 +56,44 @@ def _is_on_hopper(example_inputs: Sequence[Any]) -> bool:
     )
 
 
-def _is_restart(error: BaseException | None) -> bool:
+class _Explained(Exception):
+    """Raised when a graph has been reported, so that no code is generated for it."""
+
+
+def explain(
+    model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
+) -> list[GraphReport]:
+    """Return what the backend would make of the graphs of ``model(*args, **kwargs)``, one report for each graph.
+
+    The call runs once, eagerly and without gradients; no code is generated. options: as for ``compile``; the policy is
+    ``cached`` unless it is given, so that nothing is tuned. Raises as ``parse_options``, and what the model raises.
+    """
+    parsed = parse_options(None, {"policy": "cached", **(options or {})})
+    reports: list[GraphReport] = []
+
+    def stop(report: GraphReport) -> None:
+        reports.append(report)
+        raise _Explained
+
+    def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        graph_pass = ProductPass(parsed, on_report=stop)
+        patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass, "force_disable_caches": True}
+        try:
+            compile_graph(gm, example_inputs, patches)
+        except Exception as error:  # Inductor wraps what a pass raises in an error of its own
+            if not _was_raised_by(error, _Explained):
+                raise
+        return gm.forward
+
+    with torch.no_grad():
+        torch.compile(model, backend=backend)(*args, **kwargs)
+    return reports
+
+
+def _was_raised_by(error: BaseException | None, kind: type[Exception]) -> bool:
+    """Whether an error is of a kind, or was raised because of one of that kind."""
     while error is not None:
-        if isinstance(error, TunedMeanwhile):
+        if isinstance(error, kind):
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -26,10 +26,11 @@ _WIDER = ("aten:cast/", "aten:dequant/")
 
 class Cost(NamedTuple):
     """seconds: of one call. beats_torch: whether a kernel serves that is faster than PyTorch's own op beyond the
-    noise."""
+    noise. kernel: the id of what serves; empty for PyTorch's own op."""
 
     seconds: float
     beats_torch: bool
+    kernel: str = ""
 
 
 def layouts_of(problem: Problem, device: torch.device) -> list[str | None]:
@@ -52,14 +53,15 @@ def cost_of(problem: Problem, device: torch.device) -> Cost | None:
         option = point.options.get(packing) or point.options.get(None)
         plain = point.plain_s
         if option is not None and option.beats_aten and option.seconds <= plain:
-            return Cost(option.seconds, option.candidate.backend != "aten" or packing is not None)
+            own = option.candidate.backend != "aten" or packing is not None
+            return Cost(option.seconds, own, option.candidate.id)
         return Cost(plain, False) if math.isfinite(plain) else None
     if tuned is not None and tuned.first <= problem.m <= tuned.last:
         kernel = tuned.serving(problem.m, packing or "")
         if kernel is not None and kernel.times:
             nearest = min(kernel.times, key=lambda m: abs(math.log(m / problem.m)))
             seconds = kernel.times[nearest] * max(1.0, problem.m / nearest)
-            return Cost(seconds, kernel.candidate.get("backend") != "aten")
+            return Cost(seconds, kernel.candidate.get("backend") != "aten", kernel.id)
     return None
 
 

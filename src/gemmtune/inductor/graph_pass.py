@@ -16,12 +16,13 @@ from torch import fx
 from .. import __version__
 from ..core import devices
 from ..core.problem import Problem
-from ..core.workloads import label
 from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from .costs import cost_of
+from .graph_report import GraphReport, provenance, report_of
 from .hooks import (
+    PROVENANCE,
     CustomGraphPass,
     compiles_python,
     constant_inputs,
@@ -51,13 +52,15 @@ class ProductPass(CustomGraphPass):
     """Replaces the products of a graph that gemmtune serves. options: the backend's. before: passes that the user set,
     which run first. restarts: whether ``TunedMeanwhile`` may be raised. asked: the keys of Problems that are not tuned,
     because that has just been tried; the pass adds those that it tunes. checks_pdl: whether programmatic dependent
-    launch, which is on, must be off for graphs in which it is not safe (``hooks.is_pdl_safe``)."""
+    launch, which is on, must be off for graphs in which it is not safe (``hooks.is_pdl_safe``). on_report: called with
+    the report of each graph."""
 
     def __init__(
         self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None,
-        checks_pdl: bool = False,
+        checks_pdl: bool = False, on_report: Callable[[GraphReport], None] | None = None,
     ) -> None:  # fmt: skip
         self.options, self.before, self.restarts, self.checks_pdl = options, tuple(before), restarts, checks_pdl
+        self.on_report = on_report
         self.asked = set() if asked is None else asked
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -65,24 +68,38 @@ class ProductPass(CustomGraphPass):
             each(graph)
         if self.checks_pdl and not is_pdl_safe(graph):
             disable_pdl()
-        if self.options.policy == "off" or not compiles_python():
+        if self.options.policy == "off":
+            return
+        if not compiles_python():
+            log.info(
+                "C++ code (AOTInductor, cpp_wrapper) cannot call gemmtune's kernels: PyTorch's own stay in this graph"
+            )
             return
         with _LOCK, store_of(self.options):
             constants = constant_inputs(graph)
-            products = find_products(graph, constants, emulate=self.options.emulates_casts)
+            products, unmatched = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]
-            if not products:
+            if not (products or unmatched):
+                self._report(GraphReport(()))
                 return
             plan = GraphPlan(products)
             if self.options.policy == "on-miss":
                 self._tune(plan)
             forms = plan.choose()
+            report = report_of(plan, forms, unmatched)
             rewriter = Rewriter(graph)
             for form in forms:
                 rewriter.replace(form)
             graph.eliminate_dead_code()
             graph.lint()
-            _log(plan, forms)
+            log.info("%s", report.summary)
+            for line in report.lines():
+                log.debug("%s", line)
+            self._report(report)
+
+    def _report(self, report: GraphReport) -> None:
+        if self.on_report is not None:
+            self.on_report(report)
 
     def _tune(self, plan: GraphPlan) -> None:
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
@@ -217,7 +234,7 @@ class Rewriter:
         shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
         value = a.meta["val"].new_empty(shape, dtype=form.call.out_dtype)
         node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
-        node.meta = {**product.node.meta, "val": value}
+        node.meta = {**product.node.meta, "val": value, PROVENANCE: provenance(form)}
         return node
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
@@ -252,24 +269,3 @@ class Rewriter:
                 node = self._call(aten.reshape.default, (node, shape), value.reshape(shape))
             result.append(node)
         return result
-
-
-def _log(plan: GraphPlan, forms: Sequence[Form]) -> None:
-    """Log each decision (debug) and one summary of the graph (info)."""
-    served = sum(len(form.products) for form in forms)
-    merged = sum(len(form.products) > 1 for form in forms)
-    fused = sum(len(form.products) == 1 and form.length > form.products[0].fixed for form in forms)
-    log.info(
-        "gemmtune serves %d of %d products of a graph: %d merged ones, %d with the operations behind them",
-        served, len(plan.products), merged, fused,
-    )  # fmt: skip
-    chosen = {id(product): form for form in forms for product in form.products}
-    for product in plan.products:
-        form = chosen.get(id(product))
-        what = label(product.problem(product.fixed))
-        if form is None:
-            cost = cost_of(product.problem(product.fixed), device_of(product))
-            why = "it was not tuned" if cost is None else f"PyTorch's takes {1e6 * cost.seconds:.1f} us"
-            log.debug("%s %s: Inductor's (%s)", product.node.name, what, why)
-        else:
-            log.debug("%s %s: %s, %.1f us", product.node.name, what, label(form.call.problem), 1e6 * form.seconds)

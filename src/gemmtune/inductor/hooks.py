@@ -25,9 +25,12 @@ from .graph_call import GraphCall
 from .operator import product
 
 __all__ = [
-    "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs", "disable_pdl",
-    "get_hash_for_files", "inductor_config", "is_pdl_safe", "mode_options", "outside_of_compilation",
+    "PROVENANCE", "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs",
+    "disable_pdl", "get_hash_for_files", "inductor_config", "is_pdl_safe", "mode_options", "outside_of_compilation",
 ]  # fmt: skip
+
+
+PROVENANCE = "gemmtune_provenance"  # the key of a node's metadata with a line about its kernel
 
 
 def mode_options() -> dict[str, dict[str, Any]]:
@@ -105,11 +108,11 @@ def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Ma
 
 
 class ProductKernel(ir.ExternKernelOut):
-    """A call of a CallSite in generated code. text: ``GraphCall.to_json``."""
+    """A call of a CallSite in generated code. text: ``GraphCall.to_json``. comment: a line above the call."""
 
-    def __init__(self, text: str, layout: Any, inputs: list[Any]) -> None:
+    def __init__(self, text: str, layout: Any, inputs: list[Any], comment: str = "") -> None:
         super().__init__(layout, inputs, python_kernel_name="", op_overload=product)
-        self.text = text
+        self.text, self.comment = text, comment
         self.python_kernel_name = f"gemmtune_{self.get_name()}_{hashlib.sha256(text.encode()).hexdigest()[:8]}"
 
     def codegen(self, wrapper: Any) -> None:
@@ -119,6 +122,8 @@ class ProductKernel(ir.ExternKernelOut):
         graph.wrapper_code.add_import_once("from gemmtune.inductor.call_site import CallSite")
         signals = bool(getattr(inductor_config.triton, "enable_pdl", False))
         graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r}, {signals})")
+        if self.comment:
+            wrapper.make_comment(f"# gemmtune: {self.comment}")
         super().codegen(wrapper)
 
 
@@ -134,7 +139,7 @@ def _lower(a: Any, operands: list[Any], call: str) -> Any:
         inputs.append(_as_traced(operand, argument) if is_matrix else _dense(operand))
     size = [*a.get_size()[:-1], described.problem.n]
     layout = ir.FixedLayout(a.get_device(), described.out_dtype, size)
-    return ir.TensorBox.create(ProductKernel(call, layout, inputs))
+    return ir.TensorBox.create(ProductKernel(call, layout, inputs, node.meta.get(PROVENANCE, "")))
 
 
 def _dense(x: Any) -> Any:

@@ -90,23 +90,31 @@ class Product:
         return self.chain[length - 1].node if length else self.node
 
 
-def find_products(graph: fx.Graph, constants: Collection[fx.Node], *, emulate: bool) -> list[Product]:
-    """Return the products of a graph, in order. constants: the placeholders of weights, which are the same tensors in
-    every call. emulate: as for ``epilogues.links``."""
-    products = []
+class NoProblemError(ValueError):
+    """Raised for a product that no Problem describes; the message says why."""
+
+
+def find_products(
+    graph: fx.Graph, constants: Collection[fx.Node], *, emulate: bool
+) -> tuple[list[Product], dict[fx.Node, str]]:
+    """Return the products of a graph, in order, and the products that no Problem describes, with the reasons.
+
+    constants: the placeholders of weights, which are the same tensors in every call. emulate: as for
+    ``epilogues.links``.
+    """
+    products, unmatched = [], {}
     for node in graph.nodes:
         if node.op != "call_function" or node.target not in _MATCHERS or _is_empty(node):
             continue
         try:
             product = _MATCHERS[node.target](node, constants)
-            if product is not None:
-                if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
-                    product.chain = links(node, product.columns, emulate=emulate)
-                product.problem(product.fixed)
-                products.append(product)
-        except (GemmtuneError, TypeError, ValueError, KeyError):
-            continue  # operands that are in no Problem: PyTorch's own operator stays
-    return products
+            if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
+                product.chain = links(node, product.columns, emulate=emulate)
+            product.problem(product.fixed)
+            products.append(product)
+        except (GemmtuneError, TypeError, ValueError, KeyError) as error:  # PyTorch's own operator stays
+            unmatched[node] = str(error)
+    return products, unmatched
 
 
 def _is_empty(node: fx.Node) -> bool:
@@ -125,23 +133,18 @@ def _weight_of(b: fx.Node, constants: Collection[fx.Node]) -> fx.Node | None:
     return source if source in constants else None
 
 
-def _linear(
-    node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]
-) -> Product | None:
+def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]) -> Product:
     """Return the Product of floating matrices: by a weight [N, K], or by any matrix b [K, N]."""
-    x, matrix = meta_tensor(a), meta_tensor(b)
-    value = value_of(node)
-    if x is None or matrix is None or value is None or x.dtype not in _FLOATS:
-        return None
+    x, matrix, value = _known(a, b, node)
+    if x.dtype not in _FLOATS:
+        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
     weight = _weight_of(b, constants)
     own, aux = _bias(bias, value)
-    if own is None:
-        return None
     if weight is not None and _converted_int8(weight) is None:
         stored = meta_tensor(weight)
         assert stored is not None
         if not stored.is_contiguous():
-            return None
+            raise NoProblemError(f"a weight with strides {tuple(stored.stride())}: rows must be dense")
 
         def describe(steps: Sequence[BoundStep]) -> Problem:
             return describe_linear(x, stored, None, [*own, *steps], constant=True).problem
@@ -149,8 +152,7 @@ def _linear(
         parts = 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
         return Product(node, a, (weight,), "linear", describe, value.shape[0], matrix.shape[1], own, aux, parts)
     constant = b in constants
-    if is_dynamic(_sizes(b)):  # K or N is free: no Problem describes that
-        return None
+    _require_fixed(b)
 
     def describe_matrix(steps: Sequence[BoundStep]) -> Problem:
         return describe_mm(x, matrix, None, [*own, *steps], constant=constant).problem
@@ -158,30 +160,41 @@ def _linear(
     return Product(node, a, (b,), "matrix", describe_matrix, value.shape[0], matrix.shape[1], own, aux)
 
 
-def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...] | None, tuple[fx.Node, ...]]:
-    """Return the step of an addmm's first argument and its node; None for a shape that no step has."""
+def _known(*nodes: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the operands' tensors with the sizes of the example inputs, and the result's fake tensor."""
+    x, y, value = meta_tensor(nodes[0]), meta_tensor(nodes[1]), value_of(nodes[2])
+    if x is None or y is None or value is None:
+        raise NoProblemError("the sizes of an operand are not known while compiling")
+    return x, y, value
+
+
+def _require_fixed(b: Any) -> None:
+    """Raise NoProblemError where a size of b is symbolic."""
+    if is_dynamic(_sizes(b)):
+        raise NoProblemError(f"K or N is symbolic: b is {list(_sizes(b))}")
+
+
+def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], tuple[fx.Node, ...]]:
+    """Return the step of an addmm's first argument and its node."""
     if bias is None:
         return (), ()
     tensor = meta_tensor(bias)
-    if tensor is None:
-        return None, ()
-    if tensor.dim() == 1 and tensor.shape[0] == value.shape[1]:
+    if tensor is not None and tensor.dim() == 1 and tensor.shape[0] == value.shape[1]:
         return (fuse.bias(tensor),), (bias,)
-    same = tuple(_sizes(bias)) == tuple(value.shape)
-    return ((fuse.add(tensor),), (bias,)) if same else (None, ())
+    if tensor is not None and tuple(_sizes(bias)) == tuple(value.shape):
+        return (fuse.add(tensor),), (bias,)
+    raise NoProblemError(f"adds a tensor of shape {list(_sizes(bias))} to a result of {list(value.shape)}")
 
 
-def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    a, b, *rest = _arguments(node)
-    if rest or node.kwargs:
-        return None
+def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
+    a, b = _two_arguments(node)
     return _by_int8_weight(node, constants) or _linear(node, a, b, None, constants)
 
 
-def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     bias, a, b, *rest = _arguments(node)
     if rest or any(value != 1 for value in node.kwargs.values()):
-        return None
+        raise NoProblemError("has an alpha or beta")
     return _linear(node, a, b, bias, constants)
 
 
@@ -189,13 +202,20 @@ def _arguments(node: fx.Node) -> tuple[Any, ...]:
     return node.args
 
 
-def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+def _two_arguments(node: fx.Node) -> tuple[Any, Any]:
     a, b, *rest = _arguments(node)
     if rest or node.kwargs:
-        return None
-    x, y, value = meta_tensor(a), meta_tensor(b), value_of(node)
-    if x is None or y is None or value is None or x.dtype not in _FLOATS or is_dynamic(value.shape):
-        return None
+        raise NoProblemError("has an output dtype of its own")
+    return a, b
+
+
+def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
+    a, b = _two_arguments(node)
+    x, y, value = _known(a, b, node)
+    if x.dtype not in _FLOATS:
+        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
+    if is_dynamic(value.shape):
+        raise NoProblemError(f"a size of a batched product is symbolic: its result is {list(value.shape)}")
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_bmm(x, y).problem
@@ -203,11 +223,10 @@ def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
     return Product(node, a, (b,), "matrix", describe, value.shape[1], y.shape[2])
 
 
-def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _arguments(node)[:2]
-    x, matrix, value = meta_tensor(a), meta_tensor(b), value_of(node)
-    if x is None or matrix is None or value is None or is_dynamic(_sizes(b)):
-        return None
+    x, matrix, value = _known(a, b, node)
+    _require_fixed(b)
     weight = _weight_of(b, constants)
     constant = weight is not None
 
@@ -219,16 +238,17 @@ def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
     return Product(node, a, weights, form, describe, value.shape[0], matrix.shape[1])
 
 
-def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     names = ("mat1", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
     given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
     if given.get("scale_result") is not None or given.get("use_fast_accum"):
-        return None  # no error bound is known of the first, or it exists on no GPU
+        raise NoProblemError("scale_result and use_fast_accum are not offered")
     passed = {name: given[name] for name in names[:5] if isinstance(given.get(name), fx.Node)}
     tensors: dict[str, Any] = {name: meta_tensor(operand) for name, operand in passed.items()}
     value, b = value_of(node), given["mat2"]
-    if value is None or any(t is None for t in tensors.values()) or is_dynamic(_sizes(b)):
-        return None
+    if value is None or any(t is None for t in tensors.values()):
+        raise NoProblemError("the sizes of an operand are not known while compiling")
+    _require_fixed(b)
     tensors["bias"] = tensors.get("bias")
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
@@ -306,10 +326,20 @@ def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | 
     return product
 
 
-_MATCHERS: dict[Any, Callable[[fx.Node, Collection[fx.Node]], Product | None]] = {
+def _baddbmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
+    raise NoProblemError("batched products have no epilogue in a graph")
+
+
+def _packed_by_inductor(node: fx.Node, constants: Collection[fx.Node]) -> Product:
+    raise NoProblemError("Inductor has packed the weight")
+
+
+_MATCHERS: dict[Any, Callable[[fx.Node, Collection[fx.Node]], Product]] = {
     aten.mm.default: _mm,
     aten.addmm.default: _addmm,
     aten.bmm.default: _bmm,
     aten._int_mm.default: _int_mm,
     aten._scaled_mm.default: _scaled_mm,
+    aten.baddbmm.default: _baddbmm,
+    aten._weight_int8pack_mm.default: _packed_by_inductor,
 }

@@ -1,0 +1,131 @@
+"""What became of the products of a graph: the kernel and the form of each, and why others stayed Inductor's."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+from torch import fx
+
+from ..core.errors import GemmtuneError
+from ..core.problem import Problem
+from ..core.workloads import label
+from ..dispatch.runtime import RUNTIME, current_target
+from .costs import Cost, cost_of
+from .matching import Product
+from .plan_graph import Form, GraphPlan, device_of
+
+FormName = Literal["alone", "fused", "merged", "inductor"]
+
+
+@dataclass(frozen=True)
+class ProductReport:
+    """One product of a graph.
+
+    nodes: the names of the graph's nodes that its kernel computes, in order. problem: the Problem in short. key: the
+    Problem's key. form: ``alone``; ``fused`` with the operations behind it; ``merged`` with other products of its
+    input; ``inductor`` where it stayed PyTorch's operator. kernel: the candidate's id; empty for PyTorch's. seconds: of
+    one call by the store's decision, or None. ratio: the median and the interval of the kernel's time over PyTorch's in
+    the paired test, or None. reason: why it stayed Inductor's; empty for others.
+    """
+
+    nodes: tuple[str, ...]
+    problem: str
+    key: str
+    form: FormName
+    kernel: str = ""
+    seconds: float | None = None
+    ratio: tuple[float, float, float] | None = None
+    reason: str = ""
+
+    def __str__(self) -> str:
+        text = f"{', '.join(self.nodes)}: {self.problem}"
+        if self.form == "inductor":
+            return f"{text}: Inductor's ({self.reason})"
+        ratio = "" if self.ratio is None else "; {:.3f}x [{:.3f}-{:.3f}] of PyTorch's time".format(*self.ratio)
+        seconds = "" if self.seconds is None else f", {1e6 * self.seconds:.1f} us"
+        return f"{text}: {self.form}, {self.kernel}{seconds}{ratio}"
+
+
+@dataclass(frozen=True)
+class GraphReport:
+    """The products of one graph, in order. unmatched: nodes that are products and no Problem, as (name, reason)."""
+
+    products: tuple[ProductReport, ...]
+    unmatched: tuple[tuple[str, str], ...] = ()
+
+    def count(self, form: FormName) -> int:
+        """Return the number of products in a form."""
+        return sum(product.form == form for product in self.products)
+
+    @property
+    def summary(self) -> str:
+        """One line about the graph."""
+        total = len(self.products) + len(self.unmatched)
+        served = len(self.products) - self.count("inductor")
+        return (
+            f"gemmtune serves {served} of {total} products of a graph: {self.count('merged')} merged ones, "
+            f"{self.count('fused')} with the operations behind them"
+        )
+
+    def lines(self) -> list[str]:
+        """Return a line for each product."""
+        return [*map(str, self.products), *(f"{name}: not matched ({reason})" for name, reason in self.unmatched)]
+
+
+def report_of(plan: GraphPlan, forms: Sequence[Form], unmatched: Mapping[fx.Node, str]) -> GraphReport:
+    """Return the report of a graph whose products ``forms`` serve; products in no form are Inductor's."""
+    chosen = {id(product): form for form in forms for product in form.products}
+    reports = [_report(product, chosen.get(id(product))) for product in plan.products]
+    return GraphReport(tuple(reports), tuple((node.name, reason) for node, reason in unmatched.items()))
+
+
+def provenance(form: Form) -> str:
+    """Return a form's products, kernel and measured ratio in one line, for the generated code."""
+    reports = [_report(product, form) for product in form.products]
+    nodes = ", ".join(node for report in reports for node in report.nodes)
+    return str(ProductReport((nodes,), *_fields(reports[0])))
+
+
+def _fields(
+    report: ProductReport,
+) -> tuple[str, str, FormName, str, float | None, tuple[float, float, float] | None]:
+    return report.problem, report.key, report.form, report.kernel, report.seconds, report.ratio
+
+
+def _report(product: Product, form: Form | None) -> ProductReport:
+    device = device_of(product)
+    if form is None:
+        problem = product.problem(product.fixed)
+        return ProductReport(
+            _nodes(product, product.fixed), label(problem), problem.key, "inductor",
+            reason=_why_inductors(cost_of(problem, device)),
+        )  # fmt: skip
+    problem, cost = form.call.problem, cost_of(form.call.problem, device)
+    name: FormName = "merged" if len(form.products) > 1 else "fused" if form.length > product.fixed else "alone"
+    kernel = "" if cost is None else cost.kernel
+    return ProductReport(
+        _nodes(product, form.length), label(problem), problem.key, name, kernel, form.seconds,
+        _ratio(problem, kernel, device),
+    )  # fmt: skip
+
+
+def _nodes(product: Product, length: int) -> tuple[str, ...]:
+    return (product.node.name, *(link.node.name for link in product.chain[:length]))
+
+
+def _why_inductors(cost: Cost | None) -> str:
+    return "it was not tuned" if cost is None else f"PyTorch's operator takes {1e6 * cost.seconds:.1f} us"
+
+
+def _ratio(problem: Problem, kernel: str, device: torch.device) -> tuple[float, float, float] | None:
+    """Return the ratio, with its interval, of the paired test that a kernel won; None where there is no record."""
+    store = RUNTIME.store()
+    try:
+        decision = None if store is None else store.get(current_target(device), problem.key)
+    except GemmtuneError:  # a report must not fail for a store that cannot be read now
+        return None
+    layouts = () if decision is None else decision.layouts.values()
+    return next(((row.ratio, row.ratio_lo, row.ratio_hi) for row in layouts if row.candidate == kernel), None)
