@@ -2,6 +2,7 @@
 gemmtune, gemmtune's model under torch.compile, and the plain model under torch.compile(backend="gemmtune").
 
 python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
+python benchmarks/e2e.py --prefill 256        a prefill of 256 tokens in place of decoding
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ class Runner:
         self.run, self.cache = run, cache
 
     def step(self, token: Tensor, position: int) -> Tensor:
+        """Return the logits behind ``token`` [batch, tokens] at ``position``."""
         logits: Tensor = self.run(token, self.cache, position)
         return logits
 
@@ -60,8 +62,14 @@ def _import_llama(name: str) -> Any:
     return module
 
 
-def seconds_per_step(runner: Runner, batch: int, steps: int) -> float:
-    """Return the seconds per token of greedy decoding of ``steps`` tokens after 64 positions."""
+def seconds_per_step(runner: Runner, batch: int, steps: int, prefill: int = 0) -> float:
+    """Return the seconds per token of greedy decoding of ``steps`` tokens after 64 positions; with ``prefill``, of a
+    call with so many tokens, seconds per call."""
+    if prefill:
+        tokens = torch.zeros(batch, prefill, dtype=torch.int64)
+        start = time.perf_counter()
+        runner.step(tokens, 0)
+        return time.perf_counter() - start
     token = torch.zeros(batch, 1, dtype=torch.int64)
     start = time.perf_counter()
     for step in range(steps):
@@ -73,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--variant", default="int8", choices=llama.VARIANTS)
     parser.add_argument("--batch", type=int, default=1)
+    parser.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="time a prefill [0: decoding]")
     parser.add_argument("--steps", type=int, default=16, help="tokens a turn [16]")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved turns [7]")
     parser.add_argument("--layers", type=int, default=4)
@@ -86,25 +95,27 @@ def main() -> None:
     if not args.no_compile:
         runners["torch.compile"] = Runner(compiled(copy.deepcopy(plain)), plain.new_cache(args.batch))
     tuned = copy.deepcopy(plain)
-    step = torch.zeros(args.batch, 1, dtype=torch.int64)
-    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), PROMPT)], budget=args.budget)
+    step = torch.zeros(args.batch, args.prefill or 1, dtype=torch.int64)
+    position = 0 if args.prefill else PROMPT
+    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget)
     runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
     if not args.no_compile:
         second, _ = _import_llama("llama_again").factory(args.variant, llama.Config(layers=args.layers))
-        gemmtune.optimize(second, [(step, second.new_cache(args.batch), PROMPT)], tune=False)
+        gemmtune.optimize(second, [(step, second.new_cache(args.batch), position)], tune=False)
         runners["gemmtune, compiled"] = Runner(compiled(second), second.new_cache(args.batch))
         third, _ = _import_llama("llama_inside").factory(args.variant, llama.Config(layers=args.layers))
         inside = gemmtune.compile(third, options={} if args.budget is None else {"budget": args.budget})
         runners["backend=gemmtune"] = Runner(inside, third.new_cache(args.batch))
     times = interleave_runners(runners, args)
-    rows = {name: {"tokens_s": args.batch / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
+    tokens = args.batch * max(1, args.prefill)
+    rows = {name: {"tokens_s": tokens / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
     for name, row in rows.items():
         comparison = ""
         for other in (other for other in rows if "gemmtune" in other and other != name):
             spread = paired_ratios(times[name], times[other])
             comparison += f"   {other} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
         print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{comparison}")
-    write_results("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers)
+    write_results("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers, prefill=args.prefill)
 
 
 def interleave_runners(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
@@ -112,10 +123,11 @@ def interleave_runners(runners: dict[str, Runner], args: argparse.Namespace) -> 
     compiles)."""
     times: dict[str, list[float]] = {name: [] for name in runners}
     for runner in runners.values():
-        seconds_per_step(runner, args.batch, args.steps)
+        for _ in range(2 if args.prefill else 1):
+            seconds_per_step(runner, args.batch, args.steps, args.prefill)
     for _ in range(args.rounds):
         for name, runner in runners.items():
-            times[name].append(seconds_per_step(runner, args.batch, args.steps))
+            times[name].append(seconds_per_step(runner, args.batch, args.steps, args.prefill))
     return times
 
 

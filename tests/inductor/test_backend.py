@@ -208,6 +208,9 @@ def test_products_in_branches(monkeypatch: pytest.MonkeyPatch) -> None:
     with torch.no_grad():
         close(compiled(x), choose(x))
         close(compiled(-x), choose(-x))
+    # A branch has as many inputs as the graph, in another order: none of them is taken for a weight.
+    weights = [layer.weight for layer in (model.gate, model.up, model.down)]
+    assert len({weight.untyped_storage().data_ptr() for weight in weights}) == 3
 
 
 def test_policy_off_is_plain_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,6 +22,8 @@ _READ_S = {True: 0.0, False: 1e-6}
 
 # Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.
 _WIDER = ("aten:cast/", "aten:dequant/")
+# Layouts of GPUs that are a copy of a floating weight in another order, beside the Parameter, whose memory is scarce.
+_COPIES = ("aten:row", "aten:col", "aten:pad16")
 
 
 class Cost(NamedTuple):
@@ -41,7 +43,8 @@ def layouts_of(problem: Problem, device: torch.device) -> list[str | None]:
     index = RUNTIME.index(device)
     if not problem.b.constant or not index.knows(problem.plan_key):
         return [None]
-    return [name for name in index.layouts(problem.plan_key) if name is None or not name.startswith(_WIDER)]
+    refused = _WIDER if is_host(device.type) else (*_WIDER, *_COPIES)
+    return [name for name in index.layouts(problem.plan_key) if name is None or not name.startswith(refused)]
 
 
 def cost_of(problem: Problem, device: torch.device) -> Cost | None:

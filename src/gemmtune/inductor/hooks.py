@@ -55,7 +55,8 @@ def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     if metadata is None or metadata.traced_tangents:
         return frozenset()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    if len(placeholders) != len(metadata.input_info):  # the body of a branch or a loop, which has inputs of its own
+    # The body of a branch or a loop has inputs of its own, which AOTAutograd has not described.
+    if len(placeholders) != len(metadata.input_info) or not all("desc" in node.meta for node in placeholders):
         return frozenset()
     mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
     chosen = [index for index in metadata.static_input_indices if index not in mutated]

@@ -1,0 +1,52 @@
+"""Costs of a graph's forms, from the times of decisions."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune.core.epilogue import Step
+from gemmtune.core.workloads import build
+from gemmtune.inductor import costs
+from gemmtune.inductor.costs import layouts_of, pointwise_s, residual_s
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+
+
+class Index:
+    """Index of a store in which every weight has these layouts."""
+
+    def __init__(self, *layouts: str | None) -> None:
+        self._layouts = list(layouts)
+
+    def knows(self, plan_key: str) -> bool:
+        return True
+
+    def layouts(self, plan_key: str) -> list[str | None]:
+        return self._layouts
+
+
+@pytest.mark.parametrize(
+    ("device", "expected"),
+    [(CPU, ["native:x/1", "aten:col", None]), (GPU, ["native:x/1", None])],
+)
+def test_weights_are_not_copied_where_memory_is_scarce(
+    device: torch.device, expected: list[str | None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    index: Any = Index("native:x/1", "aten:cast/bfloat16", "aten:col", None)
+    monkeypatch.setattr(costs.RUNTIME, "index", lambda _: index)
+    problem = build(4, 64, 32, "bf16")
+    assert problem.b.constant
+    assert layouts_of(problem, device) == expected
+
+
+def test_a_fused_form_saves_a_launch_or_a_read() -> None:
+    plain = build(4, 4096, 32, "bf16")
+    added = replace(plain, epilogue=(Step("add", "full", "bfloat16"),))
+    for device in (CPU, GPU):
+        assert pointwise_s(added, device) > pointwise_s(plain, device) > 1e-6
+        assert residual_s(added, device) < pointwise_s(added, device)
+    assert residual_s(added, GPU) == pytest.approx(1e-6 + 4 * 4096 * 2 / 3e12)
