@@ -27,6 +27,7 @@ TEMPLATES = ("packed", "expand", "raw", "dot")
 _STEP_DTYPES = tuple(DTYPES)[:6]
 _MAX_TENSORS = 16
 _CACHE_LINE = 64
+_MANY_ROWS = 64
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
 
@@ -84,7 +85,7 @@ def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterato
     for unit in UNITS:
         if not can_multiply(unit, problem.a.dtype, problem.b.dtype):
             continue
-        for template in TEMPLATES:
+        for template in _templates_in_order(problem):
             why = _why_template_unsupported(problem, unit, template)
             if not why and unit.isa not in isas:
                 why = f"this CPU (or build) has no {unit.isa}"
@@ -99,6 +100,12 @@ def candidates(problem: Problem, target: Target, isas: Sequence[str]) -> Iterato
             for config in configs if all_configs else itertools.islice(configs, 1):
                 yield Candidate.make(NAME, template, isa=unit.isa, **config)
     yield from illegal
+
+
+def _templates_in_order(problem: Problem) -> tuple[str, ...]:
+    """Return the templates, most promising first: with many rows, a block of the weight that is converted once is used
+    often."""
+    return ("expand", *(name for name in TEMPLATES if name != "expand")) if problem.m >= _MANY_ROWS else TEMPLATES
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target, isas: Sequence[str]) -> str:
