@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
+from torch._inductor.utils import run_and_get_code
 
 import gemmtune
 from gemmtune.inductor import graph_pass
@@ -45,6 +46,17 @@ def test_explain_reports_each_product_and_generates_no_code(monkeypatch: pytest.
     assert len(fused.nodes) > 1
     assert "gemmtune serves 3 of 3 products of a graph: 0 merged ones, 2 with" in report.summary
     assert not counters["inductor"]["extern_calls"]
+
+
+def test_generated_code_names_the_kernel_of_each_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    compiled = gemmtune.compile(Mlp().eval(), options={"policy": "cached"})
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, torch.randn(4, 64))
+    comments = [line for line in code.splitlines() if "# gemmtune: " in line]
+    assert len(comments) == 3
+    assert all("4x64x64 fp32 +bias" in line for line in comments)
+    assert ["fused" in line for line in comments] == [False, True, True]
 
 
 def test_explain_says_why_a_product_stays_inductors() -> None:

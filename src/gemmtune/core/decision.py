@@ -96,7 +96,8 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         """The largest of the ratios: the paired test's and those of all surroundings. Only those among other work count
         for a kernel that won there, and not back to back."""
         if self.outcome == "winner" and self.ratio >= 1.0:
-            return max(ratio for name, ratio in self.surroundings.items() if name != BACK_TO_BACK)
+            among_work = (ratio for name, ratio in self.surroundings.items() if name != BACK_TO_BACK)
+            return max(among_work, default=self.ratio)
         return max((self.ratio, *self.surroundings.values()))
 
 

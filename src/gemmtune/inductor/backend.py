@@ -29,7 +29,7 @@ def gemmtune_backend(
     Registered as the Dynamo backend ``gemmtune``. Raises as ``parse_options``, and what Inductor raises.
     """
     parsed = parse_options(mode, options)
-    launches = launch_patches(parsed) if parsed.tunes_pointwise and _is_on_hopper(example_inputs) else {}
+    launches = launch_patches(parsed) if parsed.tunes_pointwise and _can_launch_early(example_inputs) else {}
     asked: set[str] = set()
     for restart in range(MAX_RESTARTS + 1):
         graph_pass = ProductPass(
@@ -45,8 +45,8 @@ def gemmtune_backend(
     raise AssertionError("unreachable: the last attempt raises or returns")
 
 
-def _is_on_hopper(example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph's tensors are on a GPU of NVIDIA's with compute capability 9.0 or more."""
+def _can_launch_early(example_inputs: Sequence[Any]) -> bool:
+    """Whether a graph's tensors are on a GPU with programmatic dependent launch."""
     devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
     on_gpu = [device for device in devices if device.type == "cuda"]
     return (

@@ -218,8 +218,9 @@ class Rewriter:
             self._replace_uses(end, node)
 
     def _replace_uses(self, end: fx.Node, result: fx.Node) -> None:
-        """Have the users of ``end`` read ``result``, which has its metadata but for the value."""
-        result.meta = {**end.meta, "val": result.meta["val"]}
+        """Have the users of ``end`` read ``result``, which has its metadata but for the value and the provenance."""
+        own = {name: result.meta[name] for name in ("val", PROVENANCE) if name in result.meta}
+        result.meta = {**end.meta, **own}
         end.replace_all_uses_with(result)
         self._successors[end] = result
 

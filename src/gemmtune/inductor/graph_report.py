@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
 from torch import fx
 
 from ..core.errors import GemmtuneError
-from ..core.problem import Problem
 from ..core.workloads import label
 from ..dispatch.runtime import RUNTIME, current_target
 from .costs import Cost, cost_of
@@ -85,14 +85,7 @@ def report_of(plan: GraphPlan, forms: Sequence[Form], unmatched: Mapping[fx.Node
 def provenance(form: Form) -> str:
     """Return a form's products, kernel and measured ratio in one line, for the generated code."""
     reports = [_report(product, form) for product in form.products]
-    nodes = ", ".join(node for report in reports for node in report.nodes)
-    return str(ProductReport((nodes,), *_fields(reports[0])))
-
-
-def _fields(
-    report: ProductReport,
-) -> tuple[str, str, FormName, str, float | None, tuple[float, float, float] | None]:
-    return report.problem, report.key, report.form, report.kernel, report.seconds, report.ratio
+    return str(replace(reports[0], nodes=tuple(node for report in reports for node in report.nodes)))
 
 
 def _report(product: Product, form: Form | None) -> ProductReport:
@@ -108,7 +101,7 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     kernel = "" if cost is None else cost.kernel
     return ProductReport(
         _nodes(product, form.length), label(problem), problem.key, name, kernel, form.seconds,
-        _ratio(problem, kernel, device),
+        _ratio(problem.key, kernel, device, RUNTIME.generation),
     )  # fmt: skip
 
 
@@ -120,11 +113,13 @@ def _why_inductors(cost: Cost | None) -> str:
     return "it was not tuned" if cost is None else f"PyTorch's operator takes {1e6 * cost.seconds:.1f} us"
 
 
-def _ratio(problem: Problem, kernel: str, device: torch.device) -> tuple[float, float, float] | None:
-    """Return the ratio, with its interval, of the paired test that a kernel won; None where there is no record."""
+@functools.lru_cache(maxsize=256)
+def _ratio(key: str, kernel: str, device: torch.device, generation: int) -> tuple[float, float, float] | None:
+    """Return the ratio, with its interval, of the paired test that a kernel won for a Problem; None where there is no
+    record. Remembered for a generation of the runtime: the layers of a model have equal Problems."""
     store = RUNTIME.store()
     try:
-        decision = None if store is None else store.get(current_target(device), problem.key)
+        decision = None if store is None else store.get(current_target(device), key)
     except GemmtuneError:  # a report must not fail for a store that cannot be read now
         return None
     layouts = () if decision is None else decision.layouts.values()
