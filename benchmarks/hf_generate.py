@@ -1,0 +1,117 @@
+"""Generate with models of transformers, unchanged, eagerly and under ``torch.compile(backend="gemmtune")``.
+
+    python benchmarks/hf_generate.py                     Llama, Qwen2, Mixtral; small configurations, random weights
+    python benchmarks/hf_generate.py --device cuda --models llama --size large --dtype bf16
+
+Each model generates greedily with a static cache. Its ``forward`` is compiled; ``generate`` is transformers' own. The
+tokens must be those of the eager model: in fp32 all of them; in bf16 a fused form rounds less often, and a token may
+differ where two logits are closer than a rounding, after which the texts go apart. So the benchmark also counts equal
+tokens up to the first difference, and compares the logits of one decode step. It needs transformers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import time
+from typing import Any
+
+import torch
+import transformers
+from harness import Spread, paired_ratios, write_results
+from torch import Tensor
+
+import gemmtune
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+SIZES: dict[str, dict[str, int]] = {
+    "small": {
+        "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 8,
+        "num_key_value_heads": 4, "vocab_size": 1024, "max_position_embeddings": 256,
+    },
+    "large": {
+        "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 4, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "vocab_size": 32000, "max_position_embeddings": 1024,
+    },
+}  # fmt: skip
+MODELS = {
+    "llama": ("LlamaForCausalLM", "LlamaConfig", {}),
+    "qwen2": ("Qwen2ForCausalLM", "Qwen2Config", {}),
+    "mixtral": ("MixtralForCausalLM", "MixtralConfig", {"num_local_experts": 4, "num_experts_per_tok": 2}),
+}
+
+
+def build(name: str, size: str, dtype: torch.dtype, device: str) -> Any:
+    """Return a model of transformers with random weights."""
+    model_class, config_class, extra = MODELS[name]
+    config = getattr(transformers, config_class)(**SIZES[size], **extra)
+    torch.manual_seed(0)
+    return getattr(transformers, model_class)(config).to(device, dtype).eval()
+
+
+def generate(model: Any, prompt: Tensor, tokens: int) -> Tensor:
+    result: Tensor = model.generate(
+        prompt, max_new_tokens=tokens, min_new_tokens=tokens, do_sample=False, cache_implementation="static",
+        disable_compile=True, pad_token_id=0,
+    )  # fmt: skip
+    return result[:, prompt.shape[1] :]
+
+
+def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Generate with both models and return the row."""
+    dtype = DTYPES[options.dtype]
+    eager = build(name, options.size, dtype, options.device)
+    models = {"eager": eager}
+    for backend in options.backends.split(","):
+        models[backend] = copy.deepcopy(eager)
+        forward = models[backend].forward
+        if backend == "gemmtune":
+            models[backend].forward = gemmtune.compile(forward, options={"budget": options.budget})
+        else:
+            models[backend].forward = torch.compile(forward)
+    prompt = torch.randint(1, 1000, (1, 7), device=options.device)
+    tokens, times = {}, {}
+    for each, model in models.items():
+        tokens[each] = generate(model, prompt, options.tokens)
+        times[each] = []
+    for _ in range(options.rounds):
+        for each, model in models.items():
+            start = time.perf_counter()
+            generate(model, prompt, options.tokens)
+            if options.device == "cuda":
+                torch.cuda.synchronize()
+            times[each].append((time.perf_counter() - start) / options.tokens)
+    row: dict[str, Any] = {"model": name, "seconds_a_token": times, "equal_tokens": {}}
+    for each in models:
+        if each == "eager":
+            continue
+        differing = (tokens[each] != tokens["eager"]).nonzero()
+        equal = int(differing[0, 1]) if len(differing) else options.tokens
+        ratio = paired_ratios(times["eager"], times[each])
+        row["equal_tokens"][each] = equal
+        print(
+            f"{name} {options.dtype} {each}: {equal} of {options.tokens} tokens as eager, "
+            f"{1e3 * Spread.of(times[each]).median:.2f} ms a token, {ratio.median:.2f}x of eager's speed "
+            f"({ratio.low:.2f} to {ratio.high:.2f})"
+        )
+    return row
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default=",".join(MODELS))
+    parser.add_argument("--backends", default="inductor,gemmtune")
+    parser.add_argument("--dtype", default="fp32", choices=DTYPES)
+    parser.add_argument("--size", default="small", choices=SIZES)
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--tokens", type=int, default=24)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--budget", type=float, default=1.0, help="seconds to tune a Problem [1]")
+    options = parser.parse_args()
+    with torch.no_grad():
+        rows = [measure(name, options) for name in options.models.split(",")]
+    write_results("hf-generate", rows, command=vars(options), transformers=transformers.__version__)
+
+
+if __name__ == "__main__":
+    main()
