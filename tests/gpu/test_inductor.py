@@ -1,0 +1,123 @@
+"""``torch.compile(model, backend="gemmtune")`` on a GPU: CUDA graphs of products between kernels of Inductor."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import gemmtune
+from gemmtune.backends.gpu import driver
+from gemmtune.store import MemoryStore
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, INNER, LAYERS = 1024, 2816, 3
+
+
+class Int8Linear(nn.Module):
+    """gpt-fast's weight-only linear."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.detach().float()
+        scale = weight.abs().amax(1) / 127
+        self.register_buffer("weight", (weight / scale[:, None]).round().to(torch.int8))
+        self.register_buffer("scales", scale.to(linear.weight.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+class Layer(nn.Module):
+    def __init__(self, make: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        shapes = {"gate": (WIDTH, INNER), "up": (WIDTH, INNER), "down": (INNER, WIDTH)}
+        for name, (k, n) in shapes.items():
+            setattr(self, name, make(nn.Linear(k, n, bias=False)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def make_model(make: Callable[[nn.Linear], nn.Module] = lambda linear: linear) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(*(Layer(make) for _ in range(LAYERS))).bfloat16().cuda().eval().requires_grad_(False)
+
+
+def capture(model: nn.Module, x: Tensor) -> tuple[torch.cuda.CUDAGraph, Tensor]:
+    """Compile a model, capture one call in a CUDA graph, and return the graph and its result."""
+    options = {"budget": 1.0, "store": MemoryStore()}
+    compiled = gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options)
+    stream = torch.cuda.Stream()
+    with torch.no_grad(), torch.cuda.stream(stream):
+        for _ in range(2):
+            compiled(x)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            result = compiled(x)
+    return graph, result
+
+
+def assert_replays_match(graph: torch.cuda.CUDAGraph, x: Tensor, result: Tensor, model: nn.Module) -> None:
+    """Replay a graph on new activations, and compare with the model in float32."""
+    wide = copy.deepcopy(model).float()
+    for seed in range(3):
+        torch.manual_seed(seed)
+        x.copy_(torch.randn_like(x))
+        result.fill_(float("nan"))
+        graph.replay()
+        torch.cuda.synchronize()
+        with torch.no_grad():
+            expected = wide(x.float())
+        error = (result.float() - expected).norm() / expected.norm()
+        assert error < 2e-2, seed
+
+
+@pytest.mark.parametrize("rows", [1, 16])
+@pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
+def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], rows: int) -> None:
+    model = make_model(make)
+    x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+    graph, result = capture(model, x)
+    assert_replays_match(graph, x, result, model)
+
+
+def test_products_begin_behind_kernels_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels of the CUDA backend are launched early where a kernel of Inductor's is in front of them."""
+    if torch.cuda.get_device_capability() < (9, 0):
+        pytest.skip("no programmatic dependent launch")
+    seen: list[bool] = []
+    follows = driver._follows_inductor
+    monkeypatch.setattr(driver, "_follows_inductor", lambda position: seen.append(follows(position)) or seen[-1])
+    model = make_model(Int8Linear)
+    x = torch.randn(1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    graph, result = capture(model, x)
+    assert any(seen)
+    assert_replays_match(graph, x, result, model)
+
+
+def test_writes_to_merged_weights_reach_a_captured_graph() -> None:
+    model = make_model()
+    x = torch.randn(1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    graph, result = capture(model, x)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.25)
+    assert_replays_match(graph, x, result, model)
