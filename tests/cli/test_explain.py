@@ -138,7 +138,12 @@ def test_graph_has_a_line_for_each_product_of_a_model(run: CommandRunner, store_
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
-    [((), "give a shape"), ((1, 2), "give a shape"), ((1, 2, 3, "--graph", "x.py:f"), "without M N K")],
+    [
+        ((), "give a shape"),
+        ((1, 2), "give a shape"),
+        ((1, 2, 3, "--graph", "x.py:f"), "without M N K"),
+        (("--graph", "x.py:f", "--brief"), "without M N K"),
+    ],
 )
 def test_explain_takes_a_shape_or_a_model(run: CommandRunner, arguments: tuple[object, ...], words: str) -> None:
     result = run("explain", *arguments)

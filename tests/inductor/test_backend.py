@@ -59,6 +59,15 @@ def test_generated_code_names_the_kernel_of_each_product(monkeypatch: pytest.Mon
     assert ["fused" in line for line in comments] == [False, True, True]
 
 
+def test_explain_reports_the_bodies_of_branches_and_the_graph_around_them() -> None:
+    def function(x: Tensor, y: Tensor) -> Tensor:
+        return torch.cond(x.sum() > 0, lambda x, y: x @ y, lambda x, y: x - y, (x, y)) @ y
+
+    square = torch.ones(8, 8)
+    reports = gemmtune.inductor.explain(function, square, square, options={"store": MemoryStore()})
+    assert [len(report.products) for report in reports] == [1, 0, 1]
+
+
 def test_explain_says_why_a_product_stays_inductors() -> None:
     def function(x: Tensor, y: Tensor, z: Tensor, store: Tensor) -> Tensor:
         return torch.addmm(z, x, y, beta=2) + torch.mm(x.double(), y.double()) + x @ y

@@ -53,9 +53,7 @@ def explain(
     graph: Annotated[
         str | None,
         typer.Option(
-            "--graph",
-            metavar="FILE:FACTORY",
-            help="What torch.compile(backend='gemmtune') makes of a model's products, and why; as for `tune`.",
+            "--graph", metavar="FILE:FACTORY", help="A model, as for `tune`: its products under torch.compile."
         ),
     ] = None,
     dtype: DtypeOption = "bf16",
@@ -76,13 +74,11 @@ def explain(
     times over M, what was verified, and which kernels cannot serve. With --graph, for each product of a model's graphs:
     its kernel and its form (alone, fused with what follows, merged with others), or why it stays PyTorch's."""
     if graph is not None:
-        if m is not None:
-            fail_usage("--graph explains a model: give it without M N K")
+        if m is not None or threads is not None or device is not None or any_machine or brief:
+            fail_usage("--graph goes without M N K; besides it there are --dtype, --store and --json")
         from .explain_graph import explain_graph
 
-        source = context.get_parameter_source("dtype")
-        is_chosen = source is not None and source.name == "COMMANDLINE"
-        explain_graph(graph, dtype if is_chosen else None, store_path, as_json=as_json)
+        explain_graph(graph, dtype if _is_given(context, "dtype") else None, store_path, as_json=as_json)
         return
     if m is None or n is None or k is None:
         fail_usage("give a shape, M N K, or a model: --graph file.py:factory")
@@ -90,14 +86,15 @@ def explain(
         fail_usage(f"unknown dtype {dtype!r}; known dtypes: {', '.join(_known_dtypes())}")
     from .explain_plan import matching_plans, plan_json, show_plan
 
+    shape = (m, n, k)
     with quiet_stdout(as_json):
         target = selected_target(threads, parse_device(device))
     with checked_store(store_path) as store:
         owner = None if any_machine else target
-        decisions = matching_decisions(store, owner, (m, n, k), dtype)
-        plans = matching_plans(store, owner, (m, n, k), short_dtype((m, n, k), dtype))
+        decisions = matching_decisions(store, owner, shape, dtype)
+        plans = matching_plans(store, owner, shape, short_dtype(shape, dtype))
         if not decisions and not plans:
-            fail(_no_decision_message(store, target, (m, n, k), dtype), as_json=as_json)
+            fail(_no_decision_message(store, target, shape, dtype), as_json=as_json)
     option = "" if target.is_cpu else f" --device {device}"
     if as_json:
         rows = [_decision_json(decision, option, brief=brief) for decision in decisions]
@@ -108,6 +105,12 @@ def explain(
         show(decision, out, brief=brief, option=option)
     for plan in plans:
         show_plan(plan, m, out, brief=brief)
+
+
+def _is_given(context: typer.Context, name: str) -> bool:
+    """Whether an option is on the command line."""
+    source = context.get_parameter_source(name)
+    return source is not None and source.name == "COMMANDLINE"
 
 
 def _known_dtypes() -> tuple[str, ...]:

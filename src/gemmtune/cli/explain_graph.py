@@ -27,13 +27,16 @@ def explain_graph(spec: str, dtype: str | None, store_path: Path | None, *, as_j
         if isinstance(model, torch.nn.Module):
             model.eval()
         reports = []
-        with checked_store(store_path) as store:
-            for args, kwargs in calls:
-                try:
+        try:
+            with checked_store(store_path) as store:
+                for args, kwargs in calls:
                     reports += explain(model, *args, options={"store": store}, **kwargs)
-                except Exception as error:  # the user's forward, and compiling it, may raise anything at all
-                    raise GemmtuneError(f"compiling {spec} raised {type(error).__name__}: {error}") from error
-        RUNTIME.refresh()  # the store is closed
+        except GemmtuneError:
+            raise
+        except Exception as error:  # the user's forward, and compiling it, may raise anything at all
+            raise GemmtuneError(f"compiling {spec} raised {type(error).__name__}: {error}") from error
+        finally:
+            RUNTIME.refresh()  # the store is closed
     if as_json:
         graphs: list[dict[str, Any]] = [dataclasses.asdict(report) for report in reports]
         print_json({"graphs": graphs})

@@ -92,10 +92,15 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overlap: bool = True
 
     @property
+    def won_among_other_work_only(self) -> bool:
+        """Whether the candidate won for its times among other work, and is no faster back to back."""
+        return self.outcome == "winner" and self.ratio >= 1.0
+
+    @property
     def worst_ratio(self) -> float:
         """The largest of the ratios: the paired test's and those of all surroundings. Only those among other work count
         for a kernel that won there, and not back to back."""
-        if self.outcome == "winner" and self.ratio >= 1.0:
+        if self.won_among_other_work_only:
             among_work = (ratio for name, ratio in self.surroundings.items() if name != BACK_TO_BACK)
             return max(among_work, default=self.ratio)
         return max((self.ratio, *self.surroundings.values()))
@@ -139,6 +144,6 @@ class Decision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         if self.outcome != "winner" or row is None or row.sample is None:
             return 1.0
         layout = self.layouts.get(row.packing or "")
-        if layout is not None and layout.candidate == row.id and layout.ratio >= 1.0:
+        if layout is not None and layout.candidate == row.id and layout.won_among_other_work_only:
             return 1.0 / layout.worst_ratio
         return 1.0 / row.sample.ratio

@@ -10,7 +10,7 @@ from torch import fx
 
 from .graph_pass import ProductPass, TunedMeanwhile
 from .graph_report import GraphReport
-from .hooks import compile_graph, inductor_config
+from .hooks import compile_graph, inductor_config, is_body
 from .options import PDL, Options, launch_patches, parse_options
 
 _PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
@@ -63,7 +63,8 @@ class _Explained(Exception):
 def explain(
     model: Callable[..., Any], *args: Any, options: Mapping[str, Any] | None = None, **kwargs: Any
 ) -> list[GraphReport]:
-    """Return what the backend would make of the graphs of ``model(*args, **kwargs)``, one report for each graph.
+    """Return what the backend would make of ``model(*args, **kwargs)``: a report for each graph, and for each body of a
+    branch or a loop in front of its graph's.
 
     The call runs once, eagerly and without gradients; no code is generated. options: as for ``compile``; the policy is
     ``cached`` unless it is given, so that nothing is tuned. Raises as ``parse_options``, and what the model raises.
@@ -71,12 +72,13 @@ def explain(
     parsed = parse_options(None, {"policy": "cached", **(options or {})})
     reports: list[GraphReport] = []
 
-    def stop(report: GraphReport) -> None:
+    def collect(graph: fx.Graph, report: GraphReport) -> None:
         reports.append(report)
-        raise _Explained
+        if not is_body(graph):
+            raise _Explained
 
     def backend(gm: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        graph_pass = ProductPass(parsed, on_report=stop)
+        graph_pass = ProductPass(parsed, on_report=collect)
         patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass, "force_disable_caches": True}
         try:
             compile_graph(gm, example_inputs, patches)

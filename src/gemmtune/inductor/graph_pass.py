@@ -53,11 +53,11 @@ class ProductPass(CustomGraphPass):
     which run first. restarts: whether ``TunedMeanwhile`` may be raised. asked: the keys of Problems that are not tuned,
     because that has just been tried; the pass adds those that it tunes. checks_pdl: whether programmatic dependent
     launch, which is on, must be off for graphs in which it is not safe (``hooks.is_pdl_safe``). on_report: called with
-    the report of each graph."""
+    each graph and its report."""
 
     def __init__(
         self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None,
-        checks_pdl: bool = False, on_report: Callable[[GraphReport], None] | None = None,
+        checks_pdl: bool = False, on_report: Callable[[fx.Graph, GraphReport], None] | None = None,
     ) -> None:  # fmt: skip
         self.options, self.before, self.restarts, self.checks_pdl = options, tuple(before), restarts, checks_pdl
         self.on_report = on_report
@@ -80,7 +80,7 @@ class ProductPass(CustomGraphPass):
             products, unmatched = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]
             if not (products or unmatched):
-                self._report(GraphReport(()))
+                self._report(graph, GraphReport(()))
                 return
             plan = GraphPlan(products)
             if self.options.policy == "on-miss":
@@ -95,11 +95,11 @@ class ProductPass(CustomGraphPass):
             log.info("%s", report.summary)
             for line in report.lines():
                 log.debug("%s", line)
-            self._report(report)
+            self._report(graph, report)
 
-    def _report(self, report: GraphReport) -> None:
+    def _report(self, graph: fx.Graph, report: GraphReport) -> None:
         if self.on_report is not None:
-            self.on_report(report)
+            self.on_report(graph, report)
 
     def _tune(self, plan: GraphPlan) -> None:
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""

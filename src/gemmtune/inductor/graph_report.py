@@ -94,7 +94,7 @@ def _report(product: Product, form: Form | None) -> ProductReport:
         problem = product.problem(product.fixed)
         return ProductReport(
             _nodes(product, product.fixed), label(problem), problem.key, "inductor",
-            reason=_why_inductors(cost_of(problem, device)),
+            reason=_why_not_served(cost_of(problem, device)),
         )  # fmt: skip
     problem, cost = form.call.problem, cost_of(form.call.problem, device)
     name: FormName = "merged" if len(form.products) > 1 else "fused" if form.length > product.fixed else "alone"
@@ -109,7 +109,8 @@ def _nodes(product: Product, length: int) -> tuple[str, ...]:
     return (product.node.name, *(link.node.name for link in product.chain[:length]))
 
 
-def _why_inductors(cost: Cost | None) -> str:
+def _why_not_served(cost: Cost | None) -> str:
+    """Return why no kernel of gemmtune's serves a product, by the cost of its Problem."""
     return "it was not tuned" if cost is None else f"PyTorch's operator takes {1e6 * cost.seconds:.1f} us"
 
 

@@ -26,7 +26,8 @@ from .operator import product
 
 __all__ = [
     "PROVENANCE", "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs",
-    "disable_pdl", "get_hash_for_files", "inductor_config", "is_pdl_safe", "mode_options", "outside_of_compilation",
+    "disable_pdl", "get_hash_for_files", "inductor_config", "is_body", "is_pdl_safe", "mode_options",
+    "outside_of_compilation",
 ]  # fmt: skip
 
 
@@ -55,13 +56,17 @@ def constant_inputs(graph: fx.Graph) -> frozenset[fx.Node]:
     if metadata is None or metadata.traced_tangents:
         return frozenset()
     placeholders = [node for node in graph.nodes if node.op == "placeholder"]
-    # The body of a branch or a loop has inputs of its own, which AOTAutograd has not described.
-    if len(placeholders) != len(metadata.input_info) or not all("desc" in node.meta for node in placeholders):
+    if len(placeholders) != len(metadata.input_info) or is_body(graph):
         return frozenset()
     mutated = {index for index, info in enumerate(metadata.input_info) if info.mutates_data}
     chosen = [index for index in metadata.static_input_indices if index not in mutated]
     own = [node for node in graph.nodes if node.op == "get_attr" and isinstance(node.meta.get("val"), torch.Tensor)]
     return frozenset([*own, *(placeholders[index] for index in chosen)])
+
+
+def is_body(graph: fx.Graph) -> bool:
+    """Whether a graph is the body of a branch or a loop, whose inputs AOTAutograd has not described."""
+    return any("desc" not in node.meta for node in graph.nodes if node.op == "placeholder")
 
 
 def is_pdl_safe(graph: fx.Graph) -> bool:

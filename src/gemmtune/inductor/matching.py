@@ -136,8 +136,7 @@ def _weight_of(b: fx.Node, constants: Collection[fx.Node]) -> fx.Node | None:
 def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]) -> Product:
     """Return the Product of floating matrices: by a weight [N, K], or by any matrix b [K, N]."""
     x, matrix, value = _known(a, b, node)
-    if x.dtype not in _FLOATS:
-        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
+    _require_float(x)
     weight = _weight_of(b, constants)
     own, aux = _bias(bias, value)
     if weight is not None and _converted_int8(weight) is None:
@@ -160,12 +159,17 @@ def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constan
     return Product(node, a, (b,), "matrix", describe_matrix, value.shape[0], matrix.shape[1], own, aux)
 
 
-def _known(*nodes: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
+def _known(a: fx.Node, b: fx.Node, product: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operands' tensors with the sizes of the example inputs, and the result's fake tensor."""
-    x, y, value = meta_tensor(nodes[0]), meta_tensor(nodes[1]), value_of(nodes[2])
+    x, y, value = meta_tensor(a), meta_tensor(b), value_of(product)
     if x is None or y is None or value is None:
         raise NoProblemError("the sizes of an operand are not known while compiling")
     return x, y, value
+
+
+def _require_float(x: Tensor) -> None:
+    if x.dtype not in _FLOATS:
+        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
 
 
 def _require_fixed(b: Any) -> None:
@@ -212,8 +216,7 @@ def _two_arguments(node: fx.Node) -> tuple[Any, Any]:
 def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
     x, y, value = _known(a, b, node)
-    if x.dtype not in _FLOATS:
-        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
+    _require_float(x)
     if is_dynamic(value.shape):
         raise NoProblemError(f"a size of a batched product is symbolic: its result is {list(value.shape)}")
 
