@@ -173,6 +173,19 @@ static u32 subtract_halves(u32 one, u32 other) {
     return found;
 }
 
+static u32 multiply_halves(u32 one, u32 other) {
+    u32 found = 0;
+    for (int shift = 0; shift < 32; shift += 16) {
+        bfloat16 result;
+        const bfloat16 x{static_cast<unsigned short>(one >> shift)}, y{static_cast<unsigned short>(other >> shift)};
+        round_to(result, number(x) * number(y));
+        found |= static_cast<u32>(result.bits) << shift;
+    }
+    return found;
+}
+
+static float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
+
 static float eight_bits(const std::string& type, u32 x) {
     if (type == "s8") return static_cast<signed char>(x);
     const int fraction = type == "e4m3" ? 3 : 2, bias = type == "e4m3" ? 7 : 15;

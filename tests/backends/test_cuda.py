@@ -71,6 +71,21 @@ def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int)
     assert {2, 3} <= {candidate["stages"] for candidate in candidates}
 
 
+NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+
+
+@pytest.mark.parametrize("problem", [build(1, 4096, 4096, "bf16"), weight_only_problem(16, 4096, 4096)])
+def test_only_skinny_computes_norms_of_bfloat16(problem: Problem) -> None:
+    normed = replace(problem, epilogue=(NORM, Step("silu")))
+    assert {candidate.template for candidate in legal_candidates(normed)} == {"skinny"}
+    for other in ("float16", "float32"):
+        wrong = replace(normed, epilogue=(replace(NORM, dtype=other),))
+        assert not legal_candidates(wrong)
+        assert {f"normalises bfloat16 activations with a bfloat16 weight; got bfloat16 and {other}"} == illegal_reasons(
+            wrong
+        )
+
+
 def test_raised_registers_do_not_exceed_those_of_the_thread_block() -> None:
     """``setmaxnreg`` would wait forever for more registers."""
     counts = Counter[str]()

@@ -109,6 +109,7 @@ def check(kernel: GpuKernel, problem: Problem) -> None:
 STEPS = (
     Step("bias", "col", "bfloat16"), Step("gelu_tanh"), Step("mul", "full", "bfloat16"), Step("clamp", lo=-1.0, hi=2.0),
 )  # fmt: skip
+NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
 CASES: dict[str, tuple[Problem, dict[str, int]]] = {
     "bf16, odd sizes": (build(3, 37, 200, "bf16"), {}),
     "fp16, an epilogue": (
@@ -133,6 +134,19 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
     "int4 weights": (weight_only_problem(10, 40, 512, bits=4, group=128), {"side": 2}),
     "int4 weights, zero points": (weight_only_problem(2, 40, 512, bits=4, group=256, zero_point=True), {}),
     "int4 weights, fp16, a scale a channel": (weight_only_problem(3, 24, 512, bits=4, dtype="float16"), {"bn": 16}),
+    "a norm in front": (replace(build(3, 37, 200, "bf16"), epilogue=(NORM,)), {}),
+    "a norm in front, two tiles of rows, a cluster": (
+        replace(build(11, 50, 264, "bf16"), epilogue=(NORM, *STEPS)), {"side": 2, "depth": 2, "split": 2},
+    ),
+    "a norm in front of int8 weights": (
+        replace(weight_only_problem(5, 40, 272), epilogue=(NORM, Step("silu"))), {"depth": 2},
+    ),
+    "a norm in front of int8 weights in groups": (
+        replace(weight_only_problem(9, 24, 256, group=128, zero_point=True), epilogue=(NORM,)), {"bn": 16},
+    ),
+    "a norm in front of int4 weights": (
+        replace(weight_only_problem(2, 40, 512, bits=4, group=256, zero_point=True), epilogue=(NORM,)), {},
+    ),
 }  # fmt: skip
 
 

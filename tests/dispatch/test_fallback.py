@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,9 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from gemmtune.backends.aten import padding
 from gemmtune.core.call import Call
+from gemmtune.core.epilogue import Step
 from gemmtune.core.torch_compat import int_mm
 from gemmtune.core.weights import QuantWeight
-from gemmtune.core.workloads import weight_only_problem
+from gemmtune.core.workloads import build, weight_only_problem
 from gemmtune.dispatch import fallback
 from gemmtune.ops import scaled_mm
 from gemmtune.verify.inputs import make_inputs
@@ -23,6 +26,16 @@ def int8_only(a: Tensor, b: Tensor) -> Tensor:
         raise RuntimeError("expected int8")
     result: Tensor = int_mm(a, b)
     return result
+
+
+def test_norm_is_computed_in_front_of_the_product() -> None:
+    norm = Step("rms_norm", "inner", "float32", value=1e-5)
+    problem = replace(build(3, 24, 32, "fp32"), epilogue=(norm, Step("bias", "col", "float32")))
+    inputs = make_inputs(problem, 0)
+    assert isinstance(inputs.b, Tensor)
+    result = fallback.run_fallback(Call(problem, inputs.a, inputs.b, inputs.aux, (3, 24)))
+    normed = torch.nn.functional.rms_norm(inputs.a, (32,), inputs.aux[0], 1e-5)
+    torch.testing.assert_close(result, normed @ inputs.b + inputs.aux[1])
 
 
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])

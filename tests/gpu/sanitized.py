@@ -42,6 +42,9 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(7, 272, 1040), "cuda/skinny", {}
     yield weight_only_problem(3, 1096, 2064), "cuda/skinny", {"split": 4, "depth": 1}
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
+    norm = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+    yield replace(build(5, 1096, 1032, "bf16"), epilogue=(norm,)), "cuda/skinny", {"split": 2}
+    yield replace(weight_only_problem(9, 1096, 2064), epilogue=(norm,)), "cuda/skinny", {"split": 1}
     yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
     yield (
         replace(build(100, 1101, 1032, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),

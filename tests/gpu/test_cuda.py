@@ -25,6 +25,7 @@ from helpers.gpu_kernels import build_all, check_random_problems, check_repeats,
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
+NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
 PROBLEMS = {
     "bf16": build(3, 1100, 2080, "bf16"),
     "fp16": build(16, 200, 1032, "fp16"),
@@ -41,6 +42,12 @@ PROBLEMS = {
     "int4wo": weight_only_problem(16, 1100, 2048, bits=4, group=128),
     "int4wo zero points": weight_only_problem(5, 1100, 2048, bits=4, group=256, zero_point=True),
     "int4wo fp16": weight_only_problem(32, 1100, 2048, bits=4, dtype="float16"),
+    "norm": replace(build(1, 1100, 2080, "bf16"), epilogue=(NORM,)),
+    "norm, epilogue": replace(
+        build(12, 1100, 2048, "bf16"), epilogue=(NORM, Step("silu"), Step("mul", "full", "bfloat16"))
+    ),
+    "norm int8wo": replace(weight_only_problem(5, 1100, 2064), epilogue=(NORM,)),
+    "norm int4wo": replace(weight_only_problem(16, 1100, 2048, bits=4, group=128), epilogue=(NORM,)),
     "slab bf16": replace(build(64, 1100, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"), Step("silu"))),
     "slab fp16": replace(build(100, 1100, 1032, "fp16"), epilogue=(Step("add", "full", "float16"),)),
     "slab int8": int_problem(60, 2200, 2064),
@@ -107,7 +114,7 @@ def test_every_third_candidate_is_correct(name: str) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo", "norm", "norm int8wo"])
 def test_skinny_kernels_are_correct_and_repeatable_at_every_m(name: str, split: int) -> None:
     """More rows than the tuned M take more tiles."""
     problem = PROBLEMS[name]

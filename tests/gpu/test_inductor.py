@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import gemmtune
 from gemmtune.backends.gpu import driver
+from gemmtune.inductor import plan_graph
 from gemmtune.store import MemoryStore
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +97,22 @@ def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], row
     model = make_model(make)
     x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
     graph, result = capture(model, x)
+    assert_replays_match(graph, x, result, model)
+
+
+@pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
+def test_products_that_compute_the_norms_in_front_of_them(
+    make: Callable[[nn.Linear], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(plan_graph, "norm_s", lambda problem, device: 1.0)  # so that this form is chosen
+    monkeypatch.setattr(plan_graph, "residual_s", lambda problem, device: 1.0)
+    model = make_model(make)
+    for layer in model:
+        torch.nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
+    x = torch.randn(1, WIDTH, device="cuda", dtype=torch.bfloat16)
+    with caplog.at_level("INFO", "gemmtune"):
+        graph, result = capture(model, x)
+    assert f"{2 * LAYERS} with the norm in front" in caplog.text
     assert_replays_match(graph, x, result, model)
 
 

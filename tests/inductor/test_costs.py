@@ -11,7 +11,7 @@ import torch
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import build
 from gemmtune.inductor import costs
-from gemmtune.inductor.costs import layouts_of, pointwise_s, residual_s
+from gemmtune.inductor.costs import has_own_kernels, layouts_of, norm_s, pointwise_s, residual_s
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -41,6 +41,14 @@ def test_weights_are_not_copied_where_memory_is_scarce(
     problem = build(4, 64, 32, "bf16")
     assert problem.b.constant
     assert layouts_of(problem, device) == expected
+
+
+def test_backends_that_compute_a_norm_are_asked_for() -> None:
+    problem = build(4, 64, 32, "bf16")
+    assert has_own_kernels(problem, CPU)
+    normed = replace(problem, epilogue=(Step("rms_norm", "inner", "bfloat16", value=1e-5),))
+    assert not has_own_kernels(normed, CPU)
+    assert norm_s(normed, GPU) == pytest.approx(2e-6 + 2 * 4 * 32 * 2 / 3e12)
 
 
 def test_a_fused_form_saves_a_launch_or_a_read() -> None:

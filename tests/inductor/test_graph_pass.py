@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from gemmtune.inductor import hooks
+from gemmtune.inductor import hooks, plan_graph
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.options import Options
 from helpers.graphs import prefer, run_pass, trace
@@ -192,6 +192,125 @@ def test_integer_product_is_scaled_by_rows_and_columns(monkeypatch: pytest.Monke
     (node,) = run_pass(monkeypatch, module, constants=(2, 3))
     assert steps_of(node) == ["scale", "scale"]
     assert_same(module, dynamic, *args)
+
+
+GAIN = torch.rand(64, generator=GENERATOR).bfloat16() + 0.5
+
+
+def model_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """Return the RMS norm of Llama models, which rounds before it multiplies by the weight."""
+    wide = x.float()
+    return (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * gain
+
+
+def torch_norm(x: Tensor, gain: Tensor) -> Tensor:
+    """Return what Inductor makes of torch.nn.functional.rms_norm, which rounds at its end."""
+    wide = x.float()
+    return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * gain).to(x.dtype)
+
+
+def prefer_norms(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True, merged=True)
+    monkeypatch.setattr(plan_graph, "has_own_kernels", lambda problem, device: True)
+
+
+@pytest.mark.parametrize("norm", [model_norm, torch_norm])
+@pytest.mark.parametrize("rows", [X, WIDE], ids=["matrix", "batch"])
+def test_product_computes_the_norm_in_front_of_it(
+    norm: Callable[[Tensor, Tensor], Tensor], rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        h = norm(x, gain)
+        return F.linear(h, w), F.linear(h, v)
+
+    module = trace(block, rows, W, V, GAIN)
+    (node,) = run_pass(monkeypatch, module, constants=(1, 2, 3))
+    assert steps_of(node) == ["rms_norm"]
+    assert torch.ops.aten.rsqrt.default not in {node.target for node in module.graph.nodes}
+    assert_same(module, block, rows, W, V, GAIN)
+
+
+def test_norm_between_two_products_is_computed_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one adds the residual, so that the rows are in memory."""
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, u: Tensor, bias: Tensor, gain: Tensor) -> Tensor:
+        x = x + F.linear(x, w)
+        return x + F.linear(model_norm(x, gain), u, bias)
+
+    args = (X, SQUARE, OTHER, torch.randn(64, generator=GENERATOR).bfloat16(), GAIN)
+    module = trace(block, *args)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1, 2, 3, 4))] == [
+        ["add"], ["rms_norm", "bias", "add"],
+    ]  # fmt: skip
+    assert_same(module, block, *args)
+
+
+def test_norm_in_front_of_int8_weights_that_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, s: Tensor, t: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        h = model_norm(x, gain)
+        return F.linear(h, w.to(x.dtype)) * s, F.linear(h, v.to(x.dtype)) * t
+
+    args = (X, INT8, INT8_V, SCALE, SCALE_V, GAIN)
+    module = trace(block, *args)
+    (node,) = run_pass(monkeypatch, module, constants=range(1, 6))
+    assert steps_of(node) == ["rms_norm"]
+    assert_same(module, block, *args)
+
+
+def test_norm_in_front_of_biased_products_that_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, b: Tensor, c: Tensor, gain: Tensor) -> tuple[Tensor, Tensor]:
+        h = model_norm(x, gain)
+        return F.linear(h, w, b), F.linear(h, v, c)
+
+    args = (WIDE, W, V, BIAS, BIAS_V, GAIN)
+    module = trace(block, *args)
+    (node,) = run_pass(monkeypatch, module, constants=range(1, 6))
+    assert steps_of(node) == ["rms_norm", "bias"]
+    assert_same(module, block, *args)
+
+
+def result_read_twice(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    h = model_norm(x, gain)
+    return h + F.linear(h, w)
+
+
+def rows_not_in_memory(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    return F.linear(model_norm(torch.relu(x), gain), w)
+
+
+def weight_of_another_dtype(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    return F.linear(model_norm(x, gain.float()).bfloat16(), w)
+
+
+def mean_of_columns(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    wide = x.float()
+    return F.linear((wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + 1e-5)).to(x.dtype) * gain, w)
+
+
+@pytest.mark.parametrize(
+    "block", [result_read_twice, rows_not_in_memory, weight_of_another_dtype, mean_of_columns],
+    ids=lambda function: function.__name__,
+)  # fmt: skip
+def test_norm_stays_inductors(block: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+    module = trace(block, X, SQUARE, GAIN)
+    (node,) = run_pass(monkeypatch, module, constants=(1, 2))
+    assert "rms_norm" not in steps_of(node)
+    assert_same(module, block, X, SQUARE, GAIN)
+
+
+def test_norm_keeps_the_roundings_of_eager_pytorch_if_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+    module = trace(lambda x, w, gain: F.linear(model_norm(x, gain), w), X, SQUARE, GAIN)
+    (node,) = run_pass(monkeypatch, module, (1, 2), inductor={"emulate_precision_casts": True})
+    assert steps_of(node) == []
 
 
 MERGED = {

@@ -13,8 +13,9 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.weights import QuantWeight
 from gemmtune.verify import oracle
-from gemmtune.verify.inputs import make_inputs
+from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.oracle import reference, to_integer
+from gemmtune.verify.verify import make_reference_cases, verify
 
 
 def float_problem(
@@ -52,6 +53,48 @@ def test_blocks_of_columns_do_not_change_the_reference(monkeypatch: pytest.Monke
     blocked = reference(problem, inputs.a, inputs.b)
     torch.testing.assert_close(single.value, blocked.value, rtol=1e-13, atol=1e-13)
     torch.testing.assert_close(single.magnitude, blocked.magnitude)
+
+
+NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+
+
+def test_norm_in_front_of_a_product() -> None:
+    problem = float_problem(4, 6, 33, "bfloat16", (NORM, Step("bias", "col", "bfloat16")))
+    inputs = make_inputs(problem, 1)
+    a, (gain, bias) = inputs.a.double(), (t.double() for t in inputs.aux)
+    assert isinstance(inputs.b, torch.Tensor)
+    expected = (a / (a.square().mean(1, keepdim=True) + 1e-5).sqrt() * gain) @ inputs.b.double() + bias
+    torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [("nothing", False), ("no gain", True), ("no factor", True), ("no eps", True), ("a last element", True)],
+)
+def test_wrong_norms_are_outside_of_the_bound(wrong: str, found: bool) -> None:
+    problem = replace(float_problem(5, 48, 512, "bfloat16", (NORM,)), b=Operand("bfloat16", Layout("col"), True))
+
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        a, gain = inputs.a.float(), inputs.aux[0].float()
+        assert isinstance(inputs.b, torch.Tensor)
+        b = inputs.b.float()
+        factor = torch.rsqrt(a.square().mean(1, keepdim=True) + (0.0 if wrong == "no eps" else 1e-5))
+        if wrong == "a last element":
+            b[-1] = 0.0
+        scaled = (a * (1.0 if wrong == "no gain" else gain)).bfloat16().float()
+        out.copy_(scaled @ b * (1.0 if wrong == "no factor" else factor))
+
+    verdict = verify(run, problem, make_reference_cases(problem, 0), time_limit_s=0.0)
+    assert verdict.ok != found, verdict.detail
+
+
+def test_norm_of_rows_whose_squares_exceed_float32_accepts_every_result() -> None:
+    problem = float_problem(2, 3, 16, "bfloat16", (NORM,))
+    inputs = make_inputs(problem, 1)
+    inputs.a[0] *= 2.0**70
+    magnitude = reference(problem, inputs.a, inputs.b, inputs.aux).magnitude
+    assert magnitude[0].isinf().all()
+    assert magnitude[1].isfinite().all()
 
 
 def test_integer_reference_is_exact_and_wraps_as_int32() -> None:

@@ -136,12 +136,14 @@ class Backend(ABC):
     """A source of kernels. ``name`` is the word that users type (``--backends aten,native``).
 
     shared_layouts: the names of other backends whose packed layouts this one's kernels take, too. preload: modules that
-    a build imports; the processes that build are forked from a process that has imported them.
+    a build imports; the processes that build are forked from a process that has imported them. takes_norms: whether
+    some candidates compute a norm of A's rows in front of the product (``Problem.norm``).
     """
 
     name: ClassVar[str]
     shared_layouts: ClassVar[tuple[str, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
+    takes_norms: ClassVar[bool] = False
 
     def takes(self, family: str) -> bool:
         """Whether the backend may have candidates for Problems of a family. By default, for gemmtune's own; a backend
@@ -149,10 +151,13 @@ class Backend(ABC):
         return family in FAMILIES
 
     def why_family_unsupported(self, problem: Problem) -> str:
-        """Return why the backend has no candidates for a Problem's family; empty when it may have some."""
-        return (
-            "" if self.takes(problem.family) else f"{self.name} does not take problems of the family {problem.family}"
-        )
+        """Return why the backend has no candidates for a Problem's family, or for a norm in front of the product; empty
+        when it may have some."""
+        if not self.takes(problem.family):
+            return f"{self.name} does not take problems of the family {problem.family}"
+        if problem.norm is not None and not self.takes_norms:
+            return f"{self.name} computes no norm in front of a product"
+        return ""
 
     @abstractmethod
     def available(self, target: Target) -> Availability:

@@ -4,6 +4,10 @@ An Epilogue is a tuple of Steps that are applied to the accumulator in order. Th
 products it is int32 and becomes float32 at the first step that needs it. Steps are plain data. Their tensors are passed
 separately, in the order of the steps that take one (``Step.takes_tensor``).
 
+A norm of A's rows in front of the product is the first Step (``norm_of``). It is listed here, and not beside the
+operand, because its weight is passed with the other Steps' tensors, and because kernels may apply a row's factor to the
+accumulator.
+
 Integers stay exact through relu, clamp to integer bounds, bias, add and mul of integer tensors (times an integer
 ``value``), and casts to integer dtypes: intermediate results may exceed int32, and the output saturates. A conversion
 to an integer dtype rounds to nearest even and saturates; NaN becomes 0, as in ATen.
@@ -14,10 +18,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast"]
-Axis = Literal["tensor", "row", "col", "full"]
+Kind = Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast", "rms_norm"]
+Axis = Literal["tensor", "row", "col", "full", "inner"]
 
-_WITH_TENSOR = ("scale", "bias", "add", "mul")
+_WITH_TENSOR = ("scale", "bias", "add", "mul", "rms_norm")
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 
 
@@ -33,7 +37,11 @@ class Step:
       - ``relu``, ``gelu`` (erf), ``gelu_tanh``, ``silu``: elementwise.
       - ``clamp``: to ``[lo, hi]``.
       - ``cast``: round to ``dtype`` and back to the accumulator's type (integers saturate; ties to even).
-    axis: shape of the tensor: ``tensor`` = one element, ``row`` = [M], ``col`` = [N], ``full`` = [M, N].
+      - ``rms_norm``: the first step only, with ``axis="inner"``: the product is that of the normalised rows of A,
+        ``a[m, k] * t[k] / sqrt(mean over k of a[m, k]**2 + value)`` (``torch.nn.functional.rms_norm``; Zhang and
+        Sennrich 2019, "Root mean square layer normalization").
+    axis: shape of the tensor: ``tensor`` = one element, ``row`` = [M], ``col`` = [N], ``full`` = [M, N], ``inner`` =
+    [K].
     dtype: the tensor's dtype (torch's name, e.g. ``"bfloat16"``), or the target of ``cast``.
     """
 
@@ -69,6 +77,11 @@ Epilogue = tuple[Step, ...]
 def epilogue_key(epilogue: Epilogue) -> str:
     """Return the canonical text of an epilogue; empty for an epilogue without steps."""
     return ";".join(step.key for step in epilogue)
+
+
+def norm_of(epilogue: Epilogue) -> Step | None:
+    """Return the step that normalises A's rows; None for an epilogue without one."""
+    return epilogue[0] if epilogue and epilogue[0].kind == "rms_norm" else None
 
 
 def tensor_count(epilogue: Epilogue) -> int:

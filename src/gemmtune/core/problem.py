@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from . import plugins
-from .epilogue import Epilogue, Step, epilogue_key
+from .epilogue import Epilogue, Step, epilogue_key, norm_of
 
 Order = Literal["row", "col", "strided"]
 
@@ -31,6 +31,7 @@ _FAMILIES = {
         Family("mm"), Family("bmm", batched=True), Family("int_mm"), Family("mixed_mm"), Family("scaled_mm"),
     )
 }  # fmt: skip
+_NORMED = ("mm", "mixed_mm")  # families whose A may be normalised
 FAMILIES = tuple(_FAMILIES)  # gemmtune's own; backends take these unless they say otherwise
 
 
@@ -154,7 +155,21 @@ class Problem:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ValueError(f"{name} must be a non-negative int; got {size!r}")
+        if any(step.kind == "rms_norm" for step in self.epilogue):
+            self._check_norm()
         object.__setattr__(self, "_key", f"{self._head()}m{self.m}{self._tail()}")
+
+    def _check_norm(self) -> None:
+        norm = norm_of(self.epilogue)
+        if norm is None or sum(step.kind == "rms_norm" for step in self.epilogue) > 1:
+            raise ValueError("rms_norm must be the first step of an epilogue, and the only one of its kind")
+        if norm.axis != "inner" or norm.dtype is None or self.family not in _NORMED or bits(self.a.dtype) < 16:
+            raise ValueError(
+                f"rms_norm takes a weight of axis 'inner' and floating activations of {' or '.join(_NORMED)}; got axis "
+                f"{norm.axis!r}, dtype {norm.dtype}, and {self.a.dtype} activations of {self.family}"
+            )
+        if not 0.0 <= norm.value < float("inf"):
+            raise ValueError(f"rms_norm needs a finite eps of 0 or more; got {norm.value!r}")
 
     def _head(self) -> str:
         batch = f"b{self.batch}." if self.is_batched else ""
@@ -177,6 +192,15 @@ class Problem:
     def with_m(self, m: int) -> Problem:
         """Return a copy of this Problem with another M."""
         return replace(self, m=m)
+
+    @property
+    def norm(self) -> Step | None:
+        """The step that normalises A's rows before the product; None where there is none."""
+        return norm_of(self.epilogue)
+
+    def without_norm(self) -> Problem:
+        """Return the Problem of the normalised A; this Problem where no step normalises it."""
+        return self if self.norm is None else replace(self, epilogue=self.epilogue[1:])
 
     @property
     def is_batched(self) -> bool:
@@ -217,7 +241,8 @@ class Problem:
     def _step_bytes(self, step: Step) -> int:
         if not step.takes_tensor or step.dtype is None:
             return 0
-        count = {"tensor": 1, "row": self.m, "col": self.n, "full": self.batch * self.m * self.n}[step.axis]
+        full = self.batch * self.m * self.n
+        count = {"tensor": 1, "row": self.m, "col": self.n, "full": full, "inner": self.k}[step.axis]
         return count * bits(step.dtype) // 8
 
     def to_dict(self) -> dict[str, Any]:

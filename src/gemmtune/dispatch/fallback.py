@@ -18,7 +18,7 @@ from ..backends.aten.cuda_narrow import scaled_wide
 from ..backends.aten.cuda_rules import why_fp8_unsupported, why_scales_unsupported
 from ..backends.aten.fusion import addmm_prefix
 from ..backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
-from ..backends.aten.steps import apply_steps, dtype_of, round_to_dtype, wide_dtype
+from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows, round_to_dtype, wide_dtype
 from ..core.call import Call
 from ..core.epilogue import tensor_count
 from ..core.torch_compat import int_mm, weight_int8pack_mm
@@ -53,7 +53,10 @@ def run_fallback(call: Call) -> Tensor:
 def specialize_fallback(call: Call) -> FallbackProduct:
     """Return a function of a, b and aux that computes Calls like this one. All that does not depend on the operands'
     values is decided here, once."""
-    problem, shape = call.problem, call.shape
+    problem, shape, norm = call.problem, call.shape, call.problem.norm
+    if norm is not None:
+        behind = specialize_fallback(call._replace(problem=problem.without_norm(), aux=call.aux[1:]))
+        return lambda a, b, aux: behind(normalize_rows(a, norm, aux[0]), b, aux[1:])
     product, used = _product(call)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
     dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != len(problem.out_shape)

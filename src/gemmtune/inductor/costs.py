@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
 import torch
 
+from .. import backends
+from ..core.candidate import Illegal
 from ..core.devices import is_host
 from ..core.problem import Problem, bits
-from ..dispatch.runtime import RUNTIME
+from ..dispatch.runtime import RUNTIME, current_target
 
 # By whether a device is a host.
 # A pointwise kernel that Inductor need not launch: seconds of a launch inside a graph, and bytes a second.
@@ -19,6 +22,9 @@ _BANDWIDTH = {True: 1.5e10, False: 3e12}
 # one matrix added in front, and 4.7 to 6.7 us with two or three (benchmarks/results/e2e-gpu-kernels-20261125.txt).
 _READ_S = {True: 0.0, False: 1e-6}
 
+
+# A norm's kernel that Inductor need not launch, without its memory traffic: the same measurement.
+_NORM_S = {True: 1e-6, False: 2e-6}
 
 # Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.
 _WIDER = ("aten:cast/", "aten:dequant/")
@@ -76,6 +82,25 @@ def pointwise_s(problem: Problem, device: torch.device) -> float:
     width = bits(problem.out_dtype) // 8
     matrices = sum(bits(step.dtype) // 8 for step in problem.epilogue if step.axis == "full" and step.dtype)
     return _LAUNCH_S[host] + elements * (2 * width + matrices) / _BANDWIDTH[host]
+
+
+def norm_s(problem: Problem, device: torch.device) -> float:
+    """Return the seconds of a kernel that normalises the rows of a product's A."""
+    host = is_host(device.type)
+    return _NORM_S[host] + 2 * problem.m * problem.k * (bits(problem.a.dtype) // 8) / _BANDWIDTH[host]
+
+
+@functools.lru_cache(maxsize=256)
+def has_own_kernels(problem: Problem, device: torch.device) -> bool:
+    """Whether a backend other than ATen has a legal candidate for a Problem on a device."""
+    target = current_target(device)
+    for name in backends.names(device.type):
+        backend = backends.get(name) if name != "aten" else None
+        if backend is None or backend.why_family_unsupported(problem) or not backend.available(target):
+            continue
+        if any(not isinstance(candidate, Illegal) for candidate in backend.candidates(problem, target)):
+            return True
+    return False
 
 
 def residual_s(problem: Problem, device: torch.device) -> float:

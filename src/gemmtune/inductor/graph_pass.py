@@ -202,7 +202,7 @@ class Rewriter:
         in_parts = first.aux_in_parts
         parts = [] if in_parts is None else [product.aux[in_parts] for product in products]
         with self._graph.inserting_before(first.node):
-            shared = self._aux_nodes(first, form, without=in_parts)
+            shared = self._aux_nodes(first, form, without=form.call.aux_in_parts)
             result = self._product_node(first, form, [*weights, *parts, *shared])
             start, columns = 0, []
             for product in products:
@@ -231,12 +231,21 @@ class Rewriter:
         return node
 
     def _product_node(self, product: Product, form: Form, operands: Sequence[fx.Node]) -> fx.Node:
-        a = self._current(product.a)
+        a = self._rows(product) if form.normed else self._current(product.a)
         shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
         value = a.meta["val"].new_empty(shape, dtype=form.call.out_dtype)
         node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
         node.meta = {**product.node.meta, "val": value, PROVENANCE: provenance(form)}
         return node
+
+    def _rows(self, product: Product) -> fx.Node:
+        """Return a node [M, K] of the rows that a product's norm reads."""
+        assert product.norm is not None
+        node = self._current(product.norm.rows)
+        value = node.meta["val"]
+        if value.dim() == 2:
+            return node
+        return self._call(aten.reshape.default, (node, [-1, value.shape[-1]]), value.reshape(-1, value.shape[-1]))
 
     def _call(self, target: Callable[..., Any], args: tuple[Any, ...], value: Any) -> fx.Node:
         node = self._graph.call_function(target, args)
@@ -260,12 +269,13 @@ class Rewriter:
         out."""
         steps = [step for step in form.call.problem.epilogue if step.takes_tensor]
         result = []
-        for index, (step, tensor) in enumerate(zip(steps, product.tensors(form.length), strict=True)):
+        tensors = product.tensors(form.length, normed=form.normed)
+        for index, (step, tensor) in enumerate(zip(steps, tensors, strict=True)):
             if index == without:
                 continue
             node = self._current(tensor)
             value = node.meta["val"]
-            if value.dim() != {"full": 2, "col": 1, "row": 1, "tensor": 0}[step.axis]:
+            if value.dim() != {"full": 2, "col": 1, "row": 1, "tensor": 0, "inner": 1}[step.axis]:
                 shape = {"full": [-1, product.columns], "col": [product.columns], "row": [-1], "tensor": []}[step.axis]
                 node = self._call(aten.reshape.default, (node, shape), value.reshape(shape))
             result.append(node)

@@ -24,11 +24,12 @@ FormName = Literal["alone", "fused", "merged", "inductor"]
 class ProductReport:
     """One product of a graph.
 
-    nodes: the names of the graph's nodes that its kernel computes, in order. problem: the Problem in short. key: the
-    Problem's key. form: ``alone``; ``fused`` with the operations behind it; ``merged`` with other products of its
-    input; ``inductor`` where it stayed PyTorch's operator. kernel: the candidate's id; empty for PyTorch's. seconds: of
-    one call by the store's decision, or None. ratio: the median and the interval of the kernel's time over PyTorch's in
-    the paired test, or None. reason: why it stayed Inductor's; empty for others.
+    nodes: the names of the graph's nodes that its kernel computes, in order, a norm's result first. problem: the
+    Problem in short. key: the Problem's key. form: ``alone``; ``fused`` with the operations behind it; ``merged`` with
+    other products of its input; ``inductor`` where it stayed PyTorch's operator. kernel: the candidate's id; empty for
+    PyTorch's. seconds: of one call by the store's decision, or None. ratio: the median and the interval of the kernel's
+    time over PyTorch's in the paired test, or None. reason: why it stayed Inductor's; empty for others. normed: whether
+    the kernel computes the norm in front.
     """
 
     nodes: tuple[str, ...]
@@ -39,6 +40,7 @@ class ProductReport:
     seconds: float | None = None
     ratio: tuple[float, float, float] | None = None
     reason: str = ""
+    normed: bool = False
 
     def __str__(self) -> str:
         text = f"{', '.join(self.nodes)}: {self.problem}"
@@ -65,9 +67,10 @@ class GraphReport:
         """One line about the graph."""
         total = len(self.products) + len(self.unmatched)
         served = len(self.products) - self.count("inductor")
+        normed = sum(product.normed for product in self.products)
         return (
             f"gemmtune serves {served} of {total} products of a graph: {self.count('merged')} merged ones, "
-            f"{self.count('fused')} with the operations behind them"
+            f"{self.count('fused')} with the operations behind them, {normed} with the norm in front of them"
         )
 
     def lines(self) -> list[str]:
@@ -100,13 +103,14 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     name: FormName = "merged" if len(form.products) > 1 else "fused" if form.length > product.fixed else "alone"
     kernel = "" if cost is None else cost.kernel
     return ProductReport(
-        _nodes(product, form.length), label(problem), problem.key, name, kernel, form.seconds,
-        _ratio(problem.key, kernel, device, RUNTIME.generation),
+        _nodes(product, form.length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
+        _ratio(problem.key, kernel, device, RUNTIME.generation), normed=form.normed,
     )  # fmt: skip
 
 
-def _nodes(product: Product, length: int) -> tuple[str, ...]:
-    return (product.node.name, *(link.node.name for link in product.chain[:length]))
+def _nodes(product: Product, length: int, *, normed: bool = False) -> tuple[str, ...]:
+    first = (product.norm.result.name,) if normed and product.norm is not None else ()
+    return (*first, product.node.name, *(link.node.name for link in product.chain[:length]))
 
 
 def _why_not_served(cost: Cost | None) -> str:

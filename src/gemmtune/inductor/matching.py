@@ -23,6 +23,7 @@ from ..ops.scaled_mm import describe as describe_scaled_mm
 from .epilogues import Link, links
 from .graph_call import Form, GraphCall
 from .nodes import CONVERT, aten, is_call, is_dynamic, meta_tensor, transposed_source, value_of, without_views
+from .norms import Norm, find_norm
 
 _FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A Problem of these arguments: a, b (or what stands for it), the steps.
@@ -38,7 +39,7 @@ class Product:
     result; rows may be symbolic. steps: those that belong to the operator itself (a bias, scales). aux: the nodes of
     their tensors. aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
     after the other. chain: the operations that follow (``epilogues.links``). fixed: how many of them, the first ones,
-    belong to the Problem in any case.
+    belong to the Problem in any case. norm: the norm whose result ``a`` is, if the kernel may compute it.
     """
 
     node: fx.Node
@@ -53,6 +54,7 @@ class Product:
     aux_in_parts: int | None = None
     chain: list[Link] = dataclasses.field(default_factory=list)
     fixed: int = 0
+    norm: Norm | None = None
     _problems: dict[int, Problem] = dataclasses.field(default_factory=dict)
 
     @property
@@ -65,8 +67,14 @@ class Product:
         """The node whose elements ``a`` has."""
         return without_views(self.a)
 
-    def problem(self, length: int) -> Problem:
-        """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype."""
+    def problem(self, length: int, *, normed: bool = False) -> Problem:
+        """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype.
+
+        normed: with the norm in front, which the product must have."""
+        if normed:
+            problem = self.problem(length)
+            assert self.norm is not None
+            return dataclasses.replace(problem, epilogue=(self.norm.step, *problem.epilogue))
         if length not in self._problems:
             value = value_of(self.end(length))
             assert value is not None
@@ -75,15 +83,17 @@ class Product:
             self._problems[length] = dataclasses.replace(problem, out_dtype=dtype_name(value.dtype))
         return self._problems[length]
 
-    def call(self, length: int) -> GraphCall:
-        """Return the GraphCall with the first ``length`` operations of the chain."""
+    def call(self, length: int, *, normed: bool = False) -> GraphCall:
+        """Return the GraphCall with the first ``length`` operations of the chain. normed: as for ``problem``."""
         parts = (self.columns,) if self.form in ("linear", "weight_only") else ()
-        return GraphCall(self.problem(length), self.form, parts)
+        return GraphCall(self.problem(length, normed=normed), self.form, parts)
 
-    def tensors(self, length: int) -> tuple[fx.Node, ...]:
-        """Return the nodes of the tensors that the epilogue takes with the first ``length`` operations."""
+    def tensors(self, length: int, *, normed: bool = False) -> tuple[fx.Node, ...]:
+        """Return the nodes of the tensors that the epilogue takes with the first ``length`` operations. normed: as for
+        ``problem``."""
         chained = [link.aux for link in self.chain[self.fixed : length] if link.aux is not None]
-        return (*self.aux, *chained)
+        first = (self.norm.weight,) if normed and self.norm is not None else ()
+        return (*first, *self.aux, *chained)
 
     def end(self, length: int) -> fx.Node:
         """Return the node whose value the product with the first ``length`` operations has."""
@@ -111,10 +121,18 @@ def find_products(
             if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
                 product.chain = links(node, product.columns, emulate=emulate)
             product.problem(product.fixed)
+            if not emulate and product.form != "matrix":  # emulated, a norm rounds where eager PyTorch does
+                product.norm = _norm_of_rows(product)
             products.append(product)
         except (GemmtuneError, TypeError, ValueError, KeyError) as error:  # PyTorch's own operator stays
             unmatched[node] = str(error)
     return products, unmatched
+
+
+def _norm_of_rows(product: Product) -> Norm | None:
+    """Return the norm whose normalised rows are those of a product's ``a``."""
+    norm = find_norm(product.source)
+    return norm if norm is not None and list(_sizes(norm.weight)) == list(_sizes(product.a)[-1:]) else None
 
 
 def _is_empty(node: fx.Node) -> bool:

@@ -2,20 +2,21 @@
 
 Every form is a Problem that the store has a decision for, with the measured time of what would serve it. A product
 that computes the pointwise operations behind it saves the kernel that Inductor would launch for them, if no operation
-is left in it. One that adds a residual saves the kernels behind it a read. The cheapest set of forms is chosen; a
-product stays Inductor's where no form of it is cheaper than PyTorch's own operator.
+is left in it. One that adds a residual saves the kernels behind it a read. One that computes the norm in front of it
+saves the norm's kernel, if nothing else reads its result and its rows are in memory anyway. The cheapest set of forms
+is chosen; a product stays Inductor's where no form of it is cheaper than PyTorch's own operator.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import fx
 
 from ..core.problem import Problem
-from .costs import cost_of, pointwise_s, residual_s
+from .costs import cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
 from .graph_call import GraphCall
 from .matching import Product
 from .nodes import aten, is_call, is_view, value_of, without_views
@@ -34,13 +35,14 @@ _EXTERN = (
 class Form:
     """A form that serves. products: more than one where they are merged. length: of the one product's chain.
 
-    seconds: of its kernel.
+    seconds: of its kernel. normed: whether the kernel computes the norm in front of the products.
     """
 
     products: tuple[Product, ...]
     call: GraphCall
     length: int
     seconds: float
+    normed: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +64,7 @@ class GraphPlan:
     def __init__(self, products: Sequence[Product]) -> None:
         self.products = tuple(products)
         self.groups = merge_groups(products)
+        self._normed_groups = norm_groups(products, self.groups)
         self._ends = {product.end(product.fixed) for product in products}
 
     def problems(self) -> dict[tuple[torch.device, Problem], int]:
@@ -75,7 +78,26 @@ class GraphPlan:
         for group in self.groups:
             key = (device_of(group[0]), merged_call(group).problem)
             counts[key] = counts.get(key, 0) + 1
+        stored = self._ends | {product.end(length) for product, length in self._fused_lengths()}
+        for group in self._normed_groups:
+            key = (device_of(group[0]), self._normed_call(group).problem)
+            if _has_rows_in(stored, group[0]) and has_own_kernels(key[1], key[0]):
+                counts[key] = counts.get(key, 0) + 1
         return counts
+
+    def _fused_lengths(self) -> list[tuple[Product, int]]:
+        lengths = ((product, self.fused_length(product)) for product in self.products)
+        return [(product, length) for product, length in lengths if length is not None]
+
+    def _normed_call(self, group: Sequence[Product]) -> GraphCall:
+        """Return the GraphCall of a group of products with the norm in front of them."""
+        if len(group) > 1:
+            return merged_call(group, normed=True)
+        return group[0].call(self._normed_length(group[0]), normed=True)
+
+    def _normed_length(self, product: Product) -> int:
+        """Return how many operations of its chain a product computes which computes the norm in front of it."""
+        return self.fused_length(product) or product.fixed
 
     def fused_length(self, product: Product) -> int | None:
         """Return the length of a product's chain that saves a pointwise kernel, or a read of a residual; None if none
@@ -105,9 +127,34 @@ class GraphPlan:
             form = self._merged(group, alone)
             if form is not None:
                 merged |= dict.fromkeys(map(id, group), form)
-        forms = list({id(form): form for form in merged.values()}.values())
-        single = (alone.get(id(product)) for product in self.products if id(product) not in merged)
-        return forms + [each.form for each in single if each is not None and each.form is not None]
+        single = [alone[id(p)].form for p in self.products if id(p) not in merged and id(p) in alone]
+        forms = [*{id(form): form for form in merged.values()}.values(), *(form for form in single if form is not None)]
+        stored = self._ends | {form.products[0].end(form.length) for form in forms if len(form.products) == 1}
+        for group in self._normed_groups:
+            normed = self._normed(group, alone, merged) if _has_rows_in(stored, group[0]) else None
+            if normed is not None:
+                forms = [form for form in forms if form.products[0] not in group]
+                forms.append(normed)
+        return forms
+
+    def _normed(self, group: Sequence[Product], alone: dict[int, _Alone], merged: dict[int, Form]) -> Form | None:
+        """Return the form in which a group computes the norm in front of it, if that is cheaper than the norm's kernel
+        and the forms that were chosen for the group."""
+        call, device, length = self._normed_call(group), device_of(group[0]), group[0].fixed
+        cost = cost_of(call.problem, device)
+        if cost is None or not cost.beats_torch or not all(id(product) in alone for product in group):
+            return None
+        chosen = merged.get(id(group[0]))
+        before = sum(alone[id(product)].seconds for product in group) if chosen is None else chosen.seconds
+        if len(group) == 1:
+            length, form = self._normed_length(group[0]), alone[id(group[0])].form
+            if length != (group[0].fixed if form is None else form.length):
+                return None
+        elif chosen is None:
+            before -= self._saved_alone(group, alone)
+        if cost.seconds < _CLEAR * (before + norm_s(call.problem, device)):
+            return Form(tuple(group), call, length, cost.seconds, normed=True)
+        return None
 
     def _alone(self) -> dict[int, _Alone]:
         """Return how each product is served by itself, by id; those that were not tuned are not in it."""
@@ -142,13 +189,18 @@ class GraphPlan:
         cost = cost_of(call.problem, device)
         if cost is None:
             return None
-        lost = 0.0  # what forms of single products save
-        for product in group:
-            each, length = alone[id(product)], self.fused_length(product)
-            if each.saved is not None and length is not None:
-                lost += _saved_s(product, length)
+        lost = self._saved_alone(group, alone)
         total = sum(alone[id(product)].seconds for product in group)
         return Form(tuple(group), call, group[0].fixed, cost.seconds) if cost.seconds + lost < _CLEAR * total else None
+
+    def _saved_alone(self, group: Sequence[Product], alone: dict[int, _Alone]) -> float:
+        """Return the seconds of Inductor's kernels that the forms of single products save."""
+        saved = 0.0
+        for product in group:
+            length = self.fused_length(product)
+            if alone[id(product)].saved is not None and length is not None:
+                saved += _saved_s(product, length)
+        return saved
 
 
 def device_of(product: Product) -> torch.device:
@@ -222,9 +274,42 @@ def _shared_aux(product: Product) -> tuple[fx.Node, ...]:
     return tuple(node for index, node in enumerate(product.aux) if index != product.aux_in_parts)
 
 
-def merged_call(group: Sequence[Product]) -> GraphCall:
-    """Return the GraphCall of a group: its columns are those of the products, one behind the other."""
+def norm_groups(products: Sequence[Product], groups: Sequence[tuple[Product, ...]]) -> list[tuple[Product, ...]]:
+    """Return the products that alone read the result of a norm: one, or all of a group that could be one product."""
+    readers: dict[fx.Node, list[Product]] = {}
+    for product in products:
+        if product.norm is not None and not product.is_dynamic:
+            readers.setdefault(product.norm.result, []).append(product)
+    mergeable = {frozenset(map(id, group)) for group in groups}
+    return [
+        tuple(group)
+        for result, group in readers.items()
+        if _readers(result) == {product.node for product in group}
+        and (len(group) == 1 or frozenset(map(id, group)) in mergeable)
+    ]
+
+
+def _readers(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that read a node, directly or through views."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= _readers(user) if is_view(user) else {user}
+    return found
+
+
+def _has_rows_in(stored: Collection[fx.Node], product: Product) -> bool:
+    """Whether the graph stores the rows that a product's norm reads. stored: the results of products that it stores."""
+    assert product.norm is not None
+    rows = without_views(product.norm.rows)
+    return rows.op != "call_function" or rows in stored or is_call(rows, *_EXTERN)
+
+
+def merged_call(group: Sequence[Product], *, normed: bool = False) -> GraphCall:
+    """Return the GraphCall of a group: its columns are those of the products, one behind the other. normed: with the
+    norm in front."""
     first = group[0]
-    problem = first.problem(first.fixed)
-    columns = tuple(product.columns for product in group)
-    return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, first.aux_in_parts)
+    problem = first.problem(first.fixed, normed=normed)
+    columns, in_parts = tuple(product.columns for product in group), first.aux_in_parts
+    if in_parts is not None and normed:
+        in_parts += 1  # the norm's weight is the first of the tensors
+    return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, in_parts)

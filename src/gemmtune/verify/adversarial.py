@@ -300,12 +300,12 @@ def spoil_aux(
 
     rows: what is special about each row of A; updated for ordinary rows whose element in a tensor becomes special. Half
     of an addend's elements are set to 0, including those in B's special columns: a large addend hides errors of a small
-    sum. One-element tensors are not changed; ``tensor_kinds`` names their kinds.
+    sum. One-element tensors are not changed; ``tensor_kinds`` names their kinds. Nor is the weight of a norm.
     """
     steps = [step for step in problem.epilogue if step.takes_tensor]
     special = [row for row, name in enumerate(rows) if name]
     for i, (step, t) in enumerate(zip(steps, aux, strict=True)):
-        if step.axis == "tensor" or t.numel() == 0:
+        if step.axis in ("tensor", "inner") or t.numel() == 0:
             continue
         if step.kind in ("bias", "add"):
             _clear_addend(t, step, columns, special, source)

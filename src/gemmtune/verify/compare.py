@@ -171,10 +171,12 @@ def _aggregate(problem: Problem, sums: _Sums) -> str:
 
 
 def _cast_unit(problem: Problem) -> float:
-    """Return the largest unit roundoff of float casts within the epilogue; 0.0 for none.
+    """Return the largest unit roundoff of float casts within the epilogue, and of a norm; 0.0 for none.
 
-    A last cast to the output's dtype is not counted.
+    A last cast to the output's dtype is not counted. A norm rounds the elements of A, whose errors all columns share:
+    the slope's spread is that of their mean over a row.
     """
     steps = problem.epilogue
     inner = steps[:-1] if steps and steps[-1].dtype == problem.out_dtype else steps
-    return max((UNIT[str(s.dtype)] for s in inner if s.kind == "cast" and s.dtype in UNIT), default=0.0)
+    rounded = 0.0 if problem.norm is None else _SIGMAS * UNIT[problem.a.dtype] / math.sqrt(max(problem.k, 1))
+    return rounded + max((UNIT[str(s.dtype)] for s in inner if s.kind == "cast" and s.dtype in UNIT), default=0.0)

@@ -329,8 +329,11 @@ def epilogue_tensors(problem: Problem, source: RandomSource) -> tuple[Tensor, ..
 
 def _step_tensor(problem: Problem, step: Step, size: float, level: float, source: RandomSource) -> Tensor:
     full = logical_shape(problem, problem.m, problem.n)
-    shape = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full}[step.axis]
-    if step.kind == "scale":
+    shapes = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full, "inner": (problem.k,)}
+    shape = shapes[step.axis]
+    if step.kind == "rms_norm":
+        values = source.uniform(shape) + 0.5
+    elif step.kind == "scale":
         values = (source.uniform(shape) + 0.5) * (size / max(abs(step.value), 1e-30))
     elif step.kind == "mul":
         values = source.normal(shape)

@@ -91,7 +91,7 @@ def reference(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequenc
     Memory beyond the result: about 100 MB, plus A in float64 (float32 for the largest problems). On a GPU: some blocks
     of 256 MB of B, and as many columns of the output, in float64.
     """
-    return apply_epilogue(problem, *products(problem, a, b), aux)
+    return apply_epilogue(problem, *products(problem, a, b, aux), aux)
 
 
 def is_integer(problem: Problem) -> bool:
@@ -132,8 +132,8 @@ def register(family: str, compute: Products) -> None:
     _PRODUCTS[family] = compute
 
 
-def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tensor, Tensor]:
-    """Compute (A @ B, |A| @ |B|).
+def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
+    """Compute (A @ B, |A| @ |B|). aux: the epilogue's tensors, of which only the weight of a norm is used.
 
     A @ B is float64, float32 beyond 10 GFLOP with many rows, or int64. |A| @ |B| is float32 and includes the term for
     flush-to-zero. ``a`` may have any number of rows: test cases that share B are stacked, so that B is converted once.
@@ -146,7 +146,7 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight) -> tuple[Tens
         if not pairs:
             return _empty(problem, a.shape[1], a.device, batch=True)
         return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
-    return _product(problem, a, b)
+    return _product(problem, a, b) if problem.norm is None else _normed_product(problem, a, b, aux[0].detach())
 
 
 def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
@@ -225,6 +225,35 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     if not isinstance(b, Tensor):  # inf * (q - zero) is inf or NaN, depending on how the sum is split
         magnitude[a.isinf().any(1)] = math.inf
     return acc, magnitude
+
+
+def _normed_product(problem: Problem, a: Tensor, b: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """Compute the product of A's normalised rows, and its error in units of ``error_unit``.
+
+    Kernels round the normalised rows, or A times the norm's weight, to A's dtype: twice at most for each element, by u
+    each time. These errors are independent, so that their sum has a spread of the root of the products' sum of squares
+    (as in Higham and Mary's theorem, with the same lambda). The row's factor has the error of a sum of K squares.
+    Where float32 has no room for this sum, every result is accepted.
+    """
+    norm = problem.norm
+    assert norm is not None
+    wide, factor = a.double(), weight.double()
+    total = wide.square().sum(1, keepdim=True)
+    mean = total / problem.k + norm.value
+    scale = mean.rsqrt()
+    normed = wide * scale * factor
+    acc, magnitude = _product(problem, normed, b)
+    uncertain = ((total > 2.0**126) & total.isfinite()) | (mean < 2.0**-100)
+    flushed = _SMALLEST_NORMAL * torch.nan_to_num(scale * factor.abs().max(), 0.0, 0.0, 0.0)
+    sizes, unit = torch.nan_to_num(normed, 0.0, 0.0, 0.0), error_unit(problem)
+    step = _block_columns(problem.k, a.device)
+    for j in range(0, problem.n, step):
+        columns = (slice(None), slice(j, j + step))
+        _, b_abs = _columns(b, columns[1], problem.k)
+        spread = (sizes.square() @ b_abs.square()).sqrt() * (2.0 * LAMBDA * UNIT[problem.a.dtype])
+        lost = flushed * b_abs.sum(0, keepdim=True)
+        magnitude[columns] += (spread + lost) / unit + _finite_abs(acc[columns].double())
+    return acc, magnitude.masked_fill_(uncertain, math.inf)
 
 
 def _with_alignment_error(size: Tensor, operand: Tensor) -> Tensor:
@@ -363,6 +392,9 @@ def _epilogue(
     exact = is_integer(problem)
     tensors = iter(aux)
     for step in problem.epilogue:
+        if step.kind == "rms_norm":  # in front of the product
+            next(tensors)
+            continue
         t = _tensor_for_block(next(tensors), step, part) if step.takes_tensor else torch.ones((), dtype=torch.float64)
         if exact and _needs_float(step):
             exact = False

@@ -137,7 +137,7 @@ def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = 
         )
         base, banks = _with_shared_weight(problem, first, shifted, columns, source)
     else:
-        base = _uniform_case(problem, first, Columns(), *products(problem, first.a, first.b))
+        base = _uniform_case(problem, first, Columns(), *products(problem, first.a, first.b, first.aux))
         banks = [
             _bank_with_own_weight(problem, seed + 2 + round_index, round_index, source, device)
             for round_index in range(count)
@@ -304,12 +304,13 @@ def _with_shared_weight(
     """
     rows = _bank_row_kinds(problem)
     a = special_rows(problem, rows, source)
-    if is_large(problem, first.a.device):
-        parts, more = products(problem, first.a, first.b), products(problem, a, first.b)
+    aux, kinds = _bank_aux(problem, rows, columns, source)
+    if is_large(problem, first.a.device) or problem.norm is not None:  # the two have norms with different weights
+        parts, more = products(problem, first.a, first.b, first.aux), products(problem, a, first.b, aux)
     else:
         stacked = products(problem, _stack_rows([first.a, a]), first.b)
         parts, more = _slice_rows(*stacked, problem.m, 0), _slice_rows(*stacked, len(rows), problem.m)
-    bank = _make_bank(problem, replace(shifted, a=a), rows, columns, *more, source)
+    bank = _make_bank(problem, replace(shifted, a=a, aux=aux), kinds, columns, *more)
     return _uniform_case(problem, first, columns, *parts), [bank]
 
 
@@ -331,26 +332,29 @@ def _bank_with_own_weight(
     columns, rows = choose_columns(problem, source, round_index), _bank_row_kinds(problem)
     spoil_weight(problem, inputs.b, columns, source)
     a = special_rows(problem, rows, source)
-    return _make_bank(problem, replace(inputs, a=a), rows, columns, *products(problem, a, inputs.b), source)
+    aux, kinds = _bank_aux(problem, rows, columns, source)
+    product = products(problem, a, inputs.b, aux)
+    return _make_bank(problem, replace(inputs, a=a, aux=aux), kinds, columns, *product)
+
+
+def _bank_aux(
+    problem: Problem, rows: tuple[str, ...], columns: Columns, source: RandomSource
+) -> tuple[tuple[Tensor, ...], tuple[str, ...]]:
+    """Return newly drawn epilogue tensors for a bank's rows, and what is special about each row with them."""
+    aux, kinds = epilogue_tensors(replace(problem, m=len(rows)), source), list(rows)
+    spoil_aux(problem, aux, columns, kinds, source)
+    return aux, tuple(kinds)
 
 
 def _make_bank(
-    problem: Problem,
-    inputs: Inputs,
-    rows: tuple[str, ...],
-    columns: Columns,
-    acc: Tensor,
-    magnitude: Tensor,
-    source: RandomSource,
+    problem: Problem, inputs: Inputs, rows: tuple[str, ...], columns: Columns, acc: Tensor, magnitude: Tensor
 ) -> RowBank:
-    """Return a bank of the rows of A with newly drawn epilogue tensors. acc, magnitude: the product and its error."""
-    aux, kinds = epilogue_tensors(replace(problem, m=len(rows)), source), list(rows)
-    spoil_aux(problem, aux, columns, kinds, source)
+    """Return a bank of the rows of A and of the epilogue's tensors. acc, magnitude: the product and its error."""
     acc, magnitude = acc.contiguous(), magnitude.contiguous()
     before_epilogue = (acc.clone(), magnitude.clone()) if tensor_kinds(problem) else (None, None)
-    oracle = apply_epilogue(problem, acc, magnitude, aux)
+    oracle = apply_epilogue(problem, acc, magnitude, inputs.aux)
     tolerance = tolerance_of(problem, oracle)
-    return RowBank(problem, replace(inputs, aux=aux), oracle.value, tolerance, tuple(kinds), columns, *before_epilogue)
+    return RowBank(problem, inputs, oracle.value, tolerance, rows, columns, *before_epilogue)
 
 
 def _as_index(rows: Sequence[int], device: torch.device) -> Tensor:

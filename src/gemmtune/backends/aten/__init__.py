@@ -23,6 +23,7 @@ from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
 from .cuda_narrow import Int4PackCuda, IntMmPadded, IntMmPaddedOnce, ScaledMmPadded, ScaledMmWide, Upcast, UpcastOnce
 from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, is_dense_layout, unpack_dense
 from .kernel import AtenKernel
+from .norm import NormThen
 from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized
 
 _BUILTIN: tuple[type[AtenKernel], ...] = (
@@ -70,6 +71,7 @@ class AtenBackend(Backend):
     """PyTorch's own operators. Always available."""
 
     name = "aten"
+    takes_norms = True
 
     def takes(self, family: str) -> bool:
         return any(family in template.family for template in _BY_NAME.values())
@@ -78,6 +80,7 @@ class AtenBackend(Backend):
         return Availability(True)
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        problem = problem.without_norm()
         for template in _templates(problem, target):
             for config in template.configs(problem):
                 candidate = Candidate.make(self.name, template.template, **config)
@@ -85,11 +88,12 @@ class AtenBackend(Backend):
                 yield Illegal(candidate, reason) if reason else candidate
 
     def packing_of(self, problem: Problem, candidate: Candidate) -> str | None:
-        return _BY_NAME[candidate.template].layout(problem, dict(candidate.config))
+        return _BY_NAME[candidate.template].layout(problem.without_norm(), dict(candidate.config))
 
     def default_candidate(self, problem: Problem, target: Target | None = None) -> Candidate:
         """Return the candidate that is the op PyTorch's users would call for this problem on a Target (default: a CPU).
         Raises KernelError where no template is legal."""
+        problem = problem.without_norm()
         for template in _templates(problem, target):
             for config in template.configs(problem):
                 takes_raw_b = template.layout(problem, {"order": "row"}) is None
@@ -102,7 +106,8 @@ class AtenBackend(Backend):
         template = _BY_NAME.get(candidate.template)
         if template is None:
             raise KernelError(f"the ATen backend has no template {candidate.template!r}; it has {', '.join(_BY_NAME)}")
-        return template(problem, candidate)
+        kernel = template(problem.without_norm(), candidate)
+        return kernel if problem.norm is None else NormThen(problem, kernel)
 
     def source_digest(self) -> str:
         return _digest()

@@ -35,8 +35,17 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float64, torch.int32, torch.int64) else torch.float32
 
 
+def normalize_rows(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
+    """Return the rows of ``a`` [M, K] normalised as ``norm`` says (``Problem.norm``), in a's dtype. weight: [K]."""
+    size = (a.shape[-1],)
+    if weight.dtype == a.dtype:
+        return functional.rms_norm(a, size, weight, norm.value)
+    return functional.rms_norm(a.float(), size, weight.float(), norm.value).to(a.dtype)
+
+
 def apply_steps(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:
     """Run the steps on ``acc`` [.., M, N] (float32, float64 or int32) and return the result, still in the wide dtype.
+    A norm, which is in front of the product, is not among them.
 
     Integers stay exact up to the first step that needs a float (``keeps_integer``).
     """

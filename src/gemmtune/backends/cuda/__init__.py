@@ -30,6 +30,7 @@ class CudaBackend(GpuBackend):
 
     name = space.NAME
     shared_layouts = ("triton",)  # int4 weights
+    takes_norms = True
     missing = MISSING
     templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 

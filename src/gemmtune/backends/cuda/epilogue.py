@@ -54,7 +54,7 @@ def epilogue_vectors(problem: Problem, rows: int, columns: int, threads: int) ->
         loaded.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
     float_index = float_at(problem) if problem.family == "int_mm" else 0
     for index, step in enumerate(problem.epilogue):
-        if step.takes_tensor and step.axis != "full":
+        if step.takes_tensor and step.axis not in ("full", "inner"):
             loaded.append((f"t{index}", str(step.dtype), step.axis, index < float_index))
     vectors: dict[str, Vector] = {}
     offset = 0
@@ -86,7 +86,7 @@ def result_is_int(problem: Problem) -> bool:
 
 def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
     """Return the statements that compute an element's result, which is then rounded once and stored, from its
-    ``sum``."""
+    ``sum``. (A norm is in front of the product: skinny.cu has it.)"""
     lines, name = [], "sum"
     float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
@@ -95,7 +95,7 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
         if index == float_index:
             lines.append("float value = (float)sum;")
             name = "value"
-        if step is not None:
+        if step is not None and step.kind != "rms_norm":
             integer = problem.family == "int_mm" and name == "sum"
             lines += _step(step, index, name, integer, vectors.get(f"t{index}"))
     lines.append(f"return {name};")
@@ -104,7 +104,7 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
 
 def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
     kind, _, value, low, high = step_constants(step, integer)
-    literal = _int if integer else _float
+    literal = _int if integer else float_literal
     tensor = vector.expression() if vector else f"t{index}[(long long)m * ld{index} + n]"
     if not (vector or integer):
         tensor = f"number({tensor})"
@@ -113,11 +113,11 @@ def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) 
     statements = {
         "": [],
         "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
-        "gelu": [f"{v} = 0.5f * {v} * (1.0f + erff({v} * {_float(0.5**0.5)}));"],
+        "gelu": [f"{v} = 0.5f * {v} * (1.0f + erff({v} * {float_literal(0.5**0.5)}));"],
         # 1 + tanh(u) = 2 sigmoid(2u)
         "gelu_tanh": [f"{v} = {v} / (1.0f + expf(-1.5957691216057308f * ({v} + 0.044715f * {v} * {v} * {v})));"],
         "silu": [f"{v} = {v} / (1.0f + expf(-{v}));"],
-        "number": [f"{v} *= {_float(value)};"],
+        "number": [f"{v} *= {float_literal(value)};"],
         "scale": [f"{v} *= {tensor};"],
         "mul": [f"{v} *= {tensor};"],
         "bias": [f"{v} += {tensor};"],
@@ -137,7 +137,7 @@ def _int(x: float) -> str:
     return "(-2147483647 - 1)" if x == -(2**31) else str(int(x))
 
 
-def _float(x: float) -> str:
+def float_literal(x: float) -> str:
     """Return a literal of the float32 nearest to x."""
     nearest = ctypes.c_float(x).value
     if math.isinf(nearest):

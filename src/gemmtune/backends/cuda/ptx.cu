@@ -108,6 +108,13 @@ __device__ __forceinline__ u32 subtract_halves(u32 one, u32 other) {
     return d;
 }
 
+// Multiply two bfloat16 by two others. (fma with -0 is the product, which compute capability 8.0 has no instruction for.)
+__device__ __forceinline__ u32 multiply_halves(u32 one, u32 other) {
+    u32 d;
+    asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(one), "r"(other), "r"(0x80008000u));
+    return d;
+}
+
 __device__ __forceinline__ void wait_for_cluster() {
     asm volatile("barrier.cluster.arrive; barrier.cluster.wait;" ::: "memory");
 }

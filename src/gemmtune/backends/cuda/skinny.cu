@@ -8,7 +8,8 @@
 // sums are added at the end. The order of every sum is fixed. PDL: see slab.cu.
 //
 // source.py defines before this text: BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes of an element of
-// A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED; sum_t, mma's accumulator type; MMA, the
+// A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, NORM (whether A's rows are normalised first,
+// by their root mean square, with EPS and the weight t0); sum_t, mma's accumulator type; MMA, the
 // instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), c_t, value_t (the type before the rounding
 // to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also writes the epilogue
 // and the loads of its vectors.
@@ -23,6 +24,9 @@ constexpr int TILE_SIZE = BN * BM;
 
 struct Chunk {
     uint4 b[2 * R], a[MT][LOADS];
+#if NORM
+    uint4 weights[LOADS];
+#endif
 #if GROUP
     scale_t scales[2 * R];
 #endif
@@ -36,10 +40,16 @@ struct Shared {
 #if SPLIT > 1
     sum_t block[TILE_SIZE];
 #endif
+#if NORM
+    float squares[TURNS][BM], block_squares[BM];
+#endif
 #if KEPT
     VectorWord kept[KEPT];
 #endif
 };
+
+// Return where a lane's load j of A is, in bytes from its first one in a chunk.
+__device__ constexpr int a_offset(int j) { return KIND == INT4 ? (j / 2 * 64 + j % 2 * 8) * WIDTH : j * 16; }
 
 __device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
@@ -75,6 +85,24 @@ __device__ __forceinline__ void product(sum_t (&acc)[R][MT][4], const Chunk& chu
 #endif
     }
 }
+
+#if NORM
+// Add the sums of squares of A's rows over one chunk to ``squares``, and multiply A by the norm's weight. A row's factor is
+// applied to its sums at the end. The squares are the diagonal of A * A^T, whose row g, columns 2c and 2c + 1, a lane has.
+__device__ __forceinline__ void normalize(sum_t (&squares)[MT][4], Chunk& chunk) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            uint4& a = chunk.a[i][j];
+            const uint4& weights = chunk.weights[j];
+            multiply(squares[i], a.x, 0, a.y, 0, a.x, a.y);
+            multiply(squares[i], a.z, 0, a.w, 0, a.z, a.w);
+            a = uint4{multiply_halves(a.x, weights.x), multiply_halves(a.y, weights.y), multiply_halves(a.z, weights.z),
+                      multiply_halves(a.w, weights.w)};
+        }
+}
+#endif
 
 #if ZERO
 // Sum A's rows over one chunk; zero points multiply these sums.
@@ -118,6 +146,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         a_from[i] = (const char*)a_ptr + (long long)min(m0 + 8 * i + g, M - 1) * lda * WIDTH +
                   (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
 
+#if NORM
+    const char* weights_from = (const char*)t0 + (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
+#endif
+
     auto in_range = [&](int at) { return EVEN_K || at * CHUNK + c * RUN < K; };
     auto fetch_b = [&](Chunk& into, int d, int ahead, int at, bool before) {
 #pragma unroll
@@ -132,10 +164,16 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 0; i < MT; ++i)
 #pragma unroll
             for (int j = 0; j < LOADS; ++j) {
-                const int offset = KIND == INT4 ? (j / 2 * 64 + j % 2 * 8) * WIDTH : j * 16;
                 if (!EVEN_K) into.a[i][j] = uint4{0, 0, 0, 0};
-                if (in_range(at) && m0 + 8 * i + g < M) into.a[i][j] = load(a_from[i] + (d + ahead) * CHUNK * WIDTH + offset);
+                if (in_range(at) && m0 + 8 * i + g < M) into.a[i][j] = load(a_from[i] + (d + ahead) * CHUNK * WIDTH + a_offset(j));
             }
+#if NORM
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            if (!EVEN_K) into.weights[j] = uint4{0, 0, 0, 0};
+            if (in_range(at)) into.weights[j] = load(weights_from + (d + ahead) * CHUNK * WIDTH + a_offset(j));
+        }
+#endif
     };
     auto fetch_scales = [&](Chunk& into, int at) {  // as early as the elements that they scale
 #if GROUP
@@ -156,6 +194,11 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int i = 0; i < MT; ++i) acc[r][i][0] = acc[r][i][1] = acc[r][i][2] = acc[r][i][3] = 0;
+#if NORM
+    sum_t squares[MT][4];
+#pragma unroll
+    for (int i = 0; i < MT; ++i) squares[i][0] = squares[i][1] = squares[i][2] = squares[i][3] = 0;
+#endif
     Chunk ring[DEPTH];
     if (following & B_EARLY) {
 #pragma unroll
@@ -186,6 +229,9 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (d == 0 || base + d < end) {
+#if NORM
+                normalize(squares, ring[d]);
+#endif
 #if GROUP
                 sum_t own[R][MT][4];
 #pragma unroll
@@ -229,6 +275,9 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 0; i < 2 * R; ++i) b_from[i] += STEP * 64;
 #pragma unroll
         for (int i = 0; i < MT; ++i) a_from[i] += STEP * CHUNK * WIDTH;
+#if NORM
+        weights_from += STEP * CHUNK * WIDTH;
+#endif
     }
     if (following & NEXT_LATE) pdl_launch_dependents();
 
@@ -239,6 +288,11 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 shared.turns[turn][warp_n + 16 * r + e / 2 * 8 + g][8 * i + 2 * c + e % 2] = acc[r][i][e];
+#if NORM
+    if (warp % SIDE == 0 && c == g / 2)
+#pragma unroll
+        for (int i = 0; i < MT; ++i) shared.squares[turn][8 * i + g] = g % 2 ? squares[i][1] : squares[i][0];
+#endif
 #if KEPT
     VectorWord* const kept = shared.kept;
     // KEPT
@@ -250,8 +304,19 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 1; i < TURNS; ++i) sum += shared.turns[i][e % BN][e / BN];
         return sum;
     };
+#if NORM
+    auto square_warps = [&](int y) {
+        float sum = 0;
+#pragma unroll
+        for (int i = 0; i < TURNS; ++i) sum += shared.squares[i][y];
+        return sum;
+    };
+#endif
 #if SPLIT > 1
     for (int e = threadIdx.x; e < TILE_SIZE; e += 32 * WARPS) shared.block[e] = sum_warps(e);
+#if NORM
+    for (int y = threadIdx.x; y < BM; y += 32 * WARPS) shared.block_squares[y] = square_warps(y);
+#endif
     wait_for_cluster();
 #endif
     for (int e = TILE_SIZE / SPLIT * part + threadIdx.x; e < TILE_SIZE / SPLIT * (part + 1); e += 32 * WARPS) {
@@ -263,6 +328,16 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 0; i < SPLIT; ++i) sum += load_remote(i, shared.block + e);
 #else
         sum_t sum = sum_warps(e);
+#endif
+#if NORM
+#if SPLIT > 1
+        float squared = 0;
+#pragma unroll
+        for (int i = 0; i < SPLIT; ++i) squared += load_remote(i, shared.block_squares + y);
+#else
+        const float squared = square_warps(y);
+#endif
+        sum *= rsqrtf(squared / K + EPS);
 #endif
         auto finish = [&] {
             // EPILOGUE

@@ -25,7 +25,15 @@ from .block import (
     slab_shared,
     slab_warps,
 )
-from .epilogue import TYPES, epilogue_statements, epilogue_vectors, result_is_int, scale_group, vector_words
+from .epilogue import (
+    TYPES,
+    epilogue_statements,
+    epilogue_vectors,
+    float_literal,
+    result_is_int,
+    scale_group,
+    vector_words,
+)
 
 _WEIGHT_KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _PDL_FLAGS = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
@@ -175,6 +183,8 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "GROUP": group,
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
+        "NORM": int(problem.norm is not None),
+        "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
     }
 
 

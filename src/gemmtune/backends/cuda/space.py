@@ -90,6 +90,7 @@ _MIXED_L2 = 1.6e13
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
+_NO_NORM = "computes no norm in front of the product"
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -157,6 +158,10 @@ def _why_unsupported(problem: Problem) -> str:
         return f"reads 16 bytes at a time: leading dimensions and K must be multiples of that; got K = {problem.k}"
     if problem.out_dtype not in TYPES or problem.out_dtype in FP8:
         return f"writes no {problem.out_dtype}"
+    norm = problem.norm
+    if norm is not None and (problem.a.dtype, norm.dtype) != ("bfloat16", "bfloat16"):
+        # float16 could overflow, since the row's factor is applied behind the product.
+        return f"normalises bfloat16 activations with a bfloat16 weight; got {problem.a.dtype} and {norm.dtype}"
     return ""
 
 
@@ -189,7 +194,10 @@ def _why_skinny_illegal(problem: Problem, device: DeviceLimits, config: dict[str
         return f"{chunks} times 64 bytes of K leave some of {turns * split} warps with nothing to do"
     if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
-    shared = 4 * (bn * (turns * (bm + 1) + (bm if split > 1 else 0)) + vector_words(problem, bm, bn))
+    words = bn * (turns * (bm + 1) + (bm if split > 1 else 0)) + vector_words(problem, bm, bn)
+    if problem.norm is not None:
+        words += bm * (turns + (1 if split > 1 else 0))
+    shared = 4 * words
     if shared > _DEFAULT_SHARED_BYTES:
         return f"{shared >> 10} KB for the warps' sums and vectors; {_DEFAULT_SHARED_BYTES >> 10} are there"
     available = min(255, REGISTERS // (32 * warps))
@@ -213,6 +221,8 @@ def _registers(problem: Problem, config: dict[str, Any]) -> int:
         spare = 28 + 2 * r * config["depth"] * (1 + zero) + 4 * mt * zero
     elif problem.b.dtype == "int4":
         spare = 26
+    if problem.norm is not None:  # its weight is loaded beside A; the squares are summed by mma
+        spare += 4 * mt - 4 + config["depth"] * 4 * loads
     return int(spare + config["depth"] * (8 * r + 4 * loads * mt) + 4 * (1 + grouped) * r * mt + 4 * r + 2 * mt)
 
 
@@ -238,6 +248,8 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
+    if problem.norm is not None:
+        return _NO_NORM
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
     return ""
@@ -333,6 +345,8 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family != "mixed_mm":
         return f"multiplies by narrower weights; got {problem.family}"
+    if problem.norm is not None:
+        return _NO_NORM
     most = _MIXED_MAX_ROWS[problem.b.dtype]
     if not _MIXED_MIN_ROWS <= problem.m <= most:
         return f"made for {_MIXED_MIN_ROWS} to {most} rows by {problem.b.dtype} weights; got {problem.m}"

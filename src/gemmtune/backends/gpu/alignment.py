@@ -32,7 +32,8 @@ def aligned_copy(t: Tensor) -> Tensor:
 
 
 def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *extra: Tensor) -> None:
-    """Call ``launch`` with copies in the place of those of ``out``, ``a`` and ``b`` that start off a 16-byte boundary.
+    """Call ``launch`` with copies in the place of those of ``out``, ``a``, ``b`` and the vectors of ``extra`` that are
+    not at a 16-byte boundary.
 
     Each copy has its operand's strides: no two elements of ``a`` or ``b`` may share memory. All copies are allocated
     before anything runs.
@@ -42,7 +43,7 @@ def launch_aligned(launch: Launch, out: Tensor, a: Tensor, b: Tensor, *extra: Te
     for source, copy in zip((a, b), copies[1:], strict=True):
         if copy is not source:
             copy.copy_(source)
-    launch(*copies, *extra)
+    launch(*copies, *(aligned_copy(t) if t.dim() == 1 else t for t in extra))
     if copies[0] is not out:
         out.data.copy_(copies[0])  # through .data, since dispatch increments out's version counter for this write
 

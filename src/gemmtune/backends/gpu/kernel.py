@@ -249,6 +249,8 @@ class GpuKernel(Kernel):
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
         values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
+        # The weight of a norm is loaded 16 bytes at a time, as A is; the other steps' tensors one element at a time.
+        vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(["t0_at"] if self.problem.norm is not None else [])]
         return compile_function(
             "launch",
             f"def launch(out, a, b{extra_parameters}):",
@@ -256,7 +258,7 @@ class GpuKernel(Kernel):
             f"    {', '.join(addresses)} = {', '.join(values)}",
             f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
             f"        require(a, b{extra_parameters})",
-            f"    if (c_ptr | a_ptr | b_ptr) & {MISALIGNED_MASK}:",
+            f"    if ({' | '.join(vector_loads)}) & {MISALIGNED_MASK}:",
             f"        return misaligned(launch, out, a, b{extra_parameters})",
             f"    config.stream = stream = stream_of({device})",
             *(["    captured = capturing()"] if reads_capture else []),

@@ -1,0 +1,39 @@
+"""A norm in front of a product by one ATen op, then any ATen formulation of the product."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+
+from ...core.problem import Problem, bits
+from ...core.weights import PackedWeight
+from ..base import Kernel
+from .kernel import AtenKernel
+from .steps import normalize_rows
+
+
+class NormThen(Kernel):
+    """The kernel of a Problem whose A is normalised: ``rms_norm`` into a new tensor, then another kernel.
+
+    product: the kernel of ``problem.without_norm()``.
+    """
+
+    counts_writes = True
+
+    def __init__(self, problem: Problem, product: AtenKernel) -> None:
+        norm = problem.norm
+        assert norm is not None
+        self.problem, self.candidate, self.packing = problem, product.candidate, product.packing
+        self.workspace_bytes = product.workspace_bytes + problem.m * problem.k * bits(problem.a.dtype) // 8
+        self._norm, self._product = norm, product
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        self._product.run(normalize_rows(a, self._norm, aux[0]), b, aux[1:], out)
+
+    def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return self._product.functional(normalize_rows(a, self._norm, aux[0]), b, aux[1:])
+
+    def pack(self, b: Any) -> PackedWeight:
+        return self._product.pack(b)

@@ -1,0 +1,104 @@
+"""RMS norms in an ATen graph whose results only products read, so that the kernel of a product may compute them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import fx
+
+from ..core.epilogue import Step
+from .nodes import CONVERT, aten, is_call, value_of
+
+
+class Norm(NamedTuple):
+    """An RMS norm ``rows * rsqrt(mean(rows**2) + eps) * weight`` over the last dimension.
+
+    result: the node of the normalised rows. rows: the node of the rows, of the result's shape and dtype. weight: the
+    node of the weight [K], of the same dtype. step: what a Problem says about it.
+    """
+
+    result: fx.Node
+    rows: fx.Node
+    weight: fx.Node
+    step: Step
+
+
+def find_norm(result: fx.Node) -> Norm | None:
+    """Return the norm whose result a node is; None for any other node, and where other nodes read an intermediate
+    result, which no kernel of a product stores.
+
+    Matched are ``torch.nn.functional.rms_norm``, and the norms of models that convert to float32, normalise, and
+    multiply by the weight before or after they convert back.
+    """
+    scaled = _before_conversions(result)
+    for weight, normed in _factors(scaled):
+        unscaled = _before_conversions(normed)
+        for wide, factor in _factors(unscaled):
+            eps = _eps_of(factor, wide)
+            rows = _before_conversions(wide)
+            if eps is None or not _fits(result, rows, weight):
+                continue
+            if any(len(node.users) > 1 for node in {scaled, normed, unscaled, factor} - {result}):
+                return None
+            dtype = str(_dtype(result)).removeprefix("torch.")
+            return Norm(result, rows, weight, Step("rms_norm", "inner", dtype, eps))
+    return None
+
+
+_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def _before_conversions(node: fx.Node) -> fx.Node:
+    """Return the node of which a node is a conversion to another floating dtype; the node itself where it is none."""
+    while is_call(node, CONVERT) and isinstance(node.args[0], fx.Node) and _dtype(node.args[0]) in _FLOATS:
+        node = node.args[0]
+    return node
+
+
+def _dtype(node: fx.Node) -> torch.dtype | None:
+    value = value_of(node)
+    return None if value is None else value.dtype
+
+
+def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the two factors of a product of tensors in both orders."""
+    if is_call(node, aten.mul.Tensor):
+        first, second = node.args
+        if isinstance(first, fx.Node) and isinstance(second, fx.Node):
+            yield first, second
+            yield second, first
+
+
+def _eps_of(factor: Any, wide: fx.Node) -> float | None:
+    """Return eps where ``factor`` is ``rsqrt(mean(wide**2, -1, keepdim) + eps)``; None where it is not."""
+    if not is_call(factor, aten.rsqrt.default):
+        return None
+    total = factor.args[0]
+    if not is_call(total, aten.add.Tensor, aten.add.Scalar) or total.kwargs:
+        return None
+    mean, eps = total.args
+    if not is_call(mean, aten.mean.dim) or not isinstance(eps, int | float) or not math.isfinite(eps) or eps < 0:
+        return None
+    value = value_of(wide)
+    if value is None or mean.kwargs or len(mean.args) < 3 or not mean.args[2]:
+        return None
+    square, dims = mean.args[:2]
+    if [dim % value.dim() for dim in dims] != [value.dim() - 1]:
+        return None
+    is_square = (is_call(square, aten.pow.Tensor_Scalar) and square.args == (wide, 2)) or (
+        is_call(square, aten.mul.Tensor) and square.args == (wide, wide)
+    )
+    return float(eps) if is_square else None
+
+
+def _fits(result: fx.Node, rows: fx.Node, weight: fx.Node) -> bool:
+    """Whether rows, weight and result have one floating dtype and device, and the shapes of a norm."""
+    values = [value for value in map(value_of, (result, rows, weight)) if value is not None]
+    if len(values) < 3 or len({(value.dtype, value.device) for value in values}) > 1:
+        return False
+    normed, source, factors = values
+    shapes_fit = tuple(source.shape) == tuple(normed.shape) and tuple(factors.shape) == tuple(normed.shape[-1:])
+    return shapes_fit and normed.dtype in _FLOATS

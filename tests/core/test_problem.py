@@ -1,0 +1,46 @@
+"""Problems: what may be in front of a product."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build, int_problem, weight_only_problem
+
+NORM, GELU = Step("rms_norm", "inner", "bfloat16", value=1e-6), Step("gelu")
+
+
+@pytest.mark.parametrize("problem", [build(2, 24, 32, "bf16"), weight_only_problem(2, 24, 32)])
+def test_norm_is_part_of_the_key_and_of_the_stored_data(problem: Problem) -> None:
+    normed = replace(problem, epilogue=(NORM, GELU))
+    assert normed.key.endswith("rms_norm.inner.bfloat16*1e-06;gelu")
+    assert normed.min_bytes == problem.min_bytes + 2 * 32
+    assert Problem.from_dict(normed.to_dict()) == normed
+    assert normed.norm == NORM
+    assert normed.without_norm() == replace(problem, epilogue=(GELU,))
+
+
+def test_problem_without_a_norm_is_returned_unchanged() -> None:
+    problem = replace(build(2, 24, 32, "bf16"), epilogue=(GELU,))
+    assert problem.norm is None
+    assert problem.without_norm() is problem
+
+
+@pytest.mark.parametrize(
+    ("problem", "epilogue", "message"),
+    [
+        (build(2, 24, 32, "bf16"), (GELU, NORM), "the first step"),
+        (build(2, 24, 32, "bf16"), (NORM, NORM), "the only one"),
+        (int_problem(2, 24, 32), (NORM,), "int8 activations of int_mm"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, axis="col"),), "axis 'col'"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, dtype=None),), "dtype None"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, value=-1.0),), "got -1.0"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, value=float("nan")),), "got nan"),
+    ],
+)
+def test_norms_that_no_product_can_have_are_refused(problem: Problem, epilogue: tuple[Step, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(problem, epilogue=epilogue)
