@@ -14,7 +14,7 @@ from gemmtune.backends.aten import AtenBackend, cpu_rules, padding
 from gemmtune.backends.aten.quantized import dequantize, nibbles
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
-from gemmtune.core.epilogue import Step
+from gemmtune.core.epilogue import Kind, Step
 from gemmtune.core.errors import KernelError, PackedWeightError
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import current_cpu
@@ -92,6 +92,18 @@ def test_products_of_normalised_rows_match_the_oracle(m: int, gain: str) -> None
         assert [kernel.packing for kernel in kernels] == [kernel.packing for kernel in plain]
         for kernel in kernels:
             check(normed, kernel)
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
+@pytest.mark.parametrize("m", [1, 6])
+def test_gated_products_match_the_oracle(m: int, kind: Kind) -> None:
+    for problem in (linear_problem(m, 24, 64, "bfloat16"), linear_problem(m, 24, 64, "float32"),
+                    weight_only_problem(m, 24, 64)):  # fmt: skip
+        gated = replace(problem, epilogue=(Step("bias", "col", "bfloat16"), Step(kind)))
+        kernels = load_kernels(gated)
+        assert kernels
+        for kernel in kernels:
+            check(gated, kernel)
 
 
 def test_onednn_template_is_listed_for_epilogues_that_onednn_fuses() -> None:

@@ -144,6 +144,27 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
     "a norm in front of int8 weights in groups": (
         replace(weight_only_problem(9, 24, 256, group=128, zero_point=True), epilogue=(NORM,)), {"bn": 16},
     ),
+    "a gate": (replace(build(3, 38, 200, "bf16"), epilogue=(Step("swiglu"),)), {}),
+    "a gate of biased columns, two tiles of rows, a cluster": (
+        replace(build(11, 100, 264, "fp16"), epilogue=(Step("bias", "col", "float16"), Step("geglu"))),
+        {"side": 2, "split": 2},
+    ),
+    "a norm in front of int8 weights, and a gate": (
+        replace(weight_only_problem(2, 70, 272), epilogue=(NORM, Step("geglu_tanh"))), {"bn": 16},
+    ),
+    "a gate of int8 weights in groups": (
+        replace(weight_only_problem(9, 52, 256, group=128, zero_point=True), epilogue=(Step("swiglu"),)), {},
+    ),
+    "a gate of int8": (
+        replace(
+            int_problem(7, 40, 272), out_dtype="bfloat16",
+            epilogue=(Step("relu"), Step("scale", "row", "float32"), Step("scale", "col", "float32"), Step("swiglu")),
+        ),
+        {"depth": 2},
+    ),
+    "a gate of fp8": (
+        replace(fp8_problem(5, 40, 208), epilogue=(*fp8_problem(5, 40, 208).epilogue, Step("swiglu"))), {},
+    ),
     "a norm in front of int4 weights": (
         replace(weight_only_problem(2, 40, 512, bits=4, group=256, zero_point=True), epilogue=(NORM,)), {},
     ),

@@ -8,7 +8,7 @@ import pytest
 
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
-from gemmtune.core.workloads import build, int_problem, weight_only_problem
+from gemmtune.core.workloads import bmm_problem, build, int_problem, weight_only_problem
 
 NORM, GELU = Step("rms_norm", "inner", "bfloat16", value=1e-6), Step("gelu")
 
@@ -21,6 +21,29 @@ def test_norm_is_part_of_the_key_and_of_the_stored_data(problem: Problem) -> Non
     assert Problem.from_dict(normed.to_dict()) == normed
     assert normed.norm == NORM
     assert normed.without_norm() == replace(problem, epilogue=(GELU,))
+
+
+def test_output_of_a_gate_has_half_the_columns() -> None:
+    problem = replace(build(3, 24, 32, "bf16"), epilogue=(NORM, Step("swiglu")))
+    assert (problem.columns, problem.out_shape) == (12, (3, 12))
+    assert problem.gate == Step("swiglu")
+    assert problem.key.endswith(";swiglu")
+    assert Problem.from_dict(problem.to_dict()) == problem
+    assert problem.min_bytes == build(3, 24, 32, "bf16").min_bytes + 2 * 32 - 2 * 3 * 12
+
+
+@pytest.mark.parametrize(
+    ("problem", "epilogue", "message"),
+    [
+        (build(2, 24, 32, "bf16"), (Step("swiglu"), GELU), "the last step"),
+        (build(2, 24, 32, "bf16"), (Step("geglu"), Step("swiglu")), "one of them"),
+        (build(2, 23, 32, "bf16"), (Step("swiglu"),), "even number of columns; got mm with N = 23"),
+        (bmm_problem(3, 2, 24, 32, "bfloat16"), (Step("geglu_tanh"),), "got bmm with N = 24"),
+    ],
+)
+def test_gates_that_no_product_can_have_are_refused(problem: Problem, epilogue: tuple[Step, ...], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(problem, epilogue=epilogue)
 
 
 def test_problem_without_a_norm_is_returned_unchanged() -> None:

@@ -44,7 +44,9 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield weight_only_problem(9, 1096, 1024, bits=4, group=128, zero_point=True), "cuda/skinny", {"split": 1}
     norm = Step("rms_norm", "inner", "bfloat16", value=1e-5)
     yield replace(build(5, 1096, 1032, "bf16"), epilogue=(norm,)), "cuda/skinny", {"split": 2}
-    yield replace(weight_only_problem(9, 1096, 2064), epilogue=(norm,)), "cuda/skinny", {"split": 1}
+    yield (
+        replace(weight_only_problem(9, 1096, 2064), epilogue=(norm, Step("swiglu"))), "cuda/skinny", {"split": 1}
+    )  # fmt: skip
     yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
     yield (
         replace(build(100, 1101, 1032, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),

@@ -47,6 +47,9 @@ PROBLEMS = {
         build(12, 1100, 2048, "bf16"), epilogue=(NORM, Step("silu"), Step("mul", "full", "bfloat16"))
     ),
     "norm int8wo": replace(weight_only_problem(5, 1100, 2064), epilogue=(NORM,)),
+    "gate": replace(build(3, 1100, 2080, "bf16"), epilogue=(Step("swiglu"),)),
+    "norm, gate int8wo": replace(weight_only_problem(9, 1100, 2064), epilogue=(NORM, Step("swiglu"))),
+    "gate fp8": replace(fp8_problem(5, 1100, 2048), epilogue=(*fp8_problem(5, 1100, 2048).epilogue, Step("geglu"))),
     "norm int4wo": replace(weight_only_problem(16, 1100, 2048, bits=4, group=128), epilogue=(NORM,)),
     "slab bf16": replace(build(64, 1100, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"), Step("silu"))),
     "slab fp16": replace(build(100, 1100, 1032, "fp16"), epilogue=(Step("add", "full", "float16"),)),
@@ -114,7 +117,7 @@ def test_every_third_candidate_is_correct(name: str) -> None:
 
 
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo", "norm", "norm int8wo"])
+@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo", "norm", "norm, gate int8wo"])
 def test_skinny_kernels_are_correct_and_repeatable_at_every_m(name: str, split: int) -> None:
     """More rows than the tuned M take more tiles."""
     problem = PROBLEMS[name]

@@ -101,18 +101,18 @@ def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], row
 
 
 @pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
-def test_products_that_compute_the_norms_in_front_of_them(
+def test_products_that_compute_norms_and_gates(
     make: Callable[[nn.Linear], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(plan_graph, "norm_s", lambda problem, device: 1.0)  # so that this form is chosen
-    monkeypatch.setattr(plan_graph, "residual_s", lambda problem, device: 1.0)
+    for name in ("norm_s", "pointwise_s", "residual_s"):  # so that this form is chosen
+        monkeypatch.setattr(plan_graph, name, lambda problem, device: 1.0)
     model = make_model(make)
     for layer in model:
         torch.nn.init.uniform_(layer.norm.weight, 0.5, 1.5)
     x = torch.randn(1, WIDTH, device="cuda", dtype=torch.bfloat16)
     with caplog.at_level("INFO", "gemmtune"):
         graph, result = capture(model, x)
-    assert f"{2 * LAYERS} with the norm in front" in caplog.text
+    assert f"{2 * LAYERS} with the norm in front of them, {2 * LAYERS} in gates" in caplog.text
     assert_replays_match(graph, x, result, model)
 
 

@@ -276,6 +276,73 @@ def test_norm_in_front_of_biased_products_that_are_merged(monkeypatch: pytest.Mo
     assert_same(module, block, *args)
 
 
+GATES = {
+    "silu": (F.silu, "swiglu"),
+    "gelu": (F.gelu, "geglu"),
+    "gelu tanh": (lambda x: F.gelu(x, approximate="tanh"), "geglu_tanh"),
+}
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+@pytest.mark.parametrize("name", GATES)
+def test_two_products_and_the_gate_between_them_are_one(
+    name: str, swapped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_norms(monkeypatch)
+    activation, kind = GATES[name]
+
+    def block(x: Tensor, first: Tensor, second: Tensor, down: Tensor, gain: Tensor) -> Tensor:
+        h = model_norm(x, gain)
+        a, b = F.linear(h, first), F.linear(h, second)
+        return F.linear(a * activation(b) if swapped else activation(a) * b, down)
+
+    args = (WIDE, W, U, DOWN, GAIN)
+    module = trace(block, *args)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=range(1, 5))] == [["rms_norm", kind], []]
+    assert not any(
+        node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.rsqrt.default) for node in module.graph.nodes
+    )
+    assert_same(module, block, *args)
+
+
+def test_gate_of_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, s: Tensor, t: Tensor, down: Tensor) -> Tensor:
+        gate, up = (F.linear(x, weight.to(x.dtype)) * scale for weight, scale in ((w, s), (v, t)))
+        return F.linear(F.silu(gate) * up, down)
+
+    args = (X / 8, INT8, INT8.flip(0).contiguous(), SCALE, SCALE.flip(0).contiguous(), DOWN)
+    module = trace(block, *args)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=range(1, 6))] == [["swiglu"], []]
+    assert_same(module, block, *args)
+
+
+def factor_read_twice(x: Tensor, w: Tensor, u: Tensor, down: Tensor) -> tuple[Tensor, Tensor]:
+    up = F.linear(x, u)
+    return F.linear(F.silu(F.linear(x, w)) * up, down), up
+
+
+def gate_by_another_matrix(x: Tensor, w: Tensor, u: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.silu(F.linear(x, w)) * (F.linear(x, u) + 1), down)
+
+
+def gate_read_by_a_norm(x: Tensor, w: Tensor, u: Tensor, down: Tensor) -> Tensor:
+    return F.linear(F.rms_norm(F.silu(F.linear(x, w)) * F.linear(x, u), (48,)), down)
+
+
+@pytest.mark.parametrize(
+    "block", [factor_read_twice, gate_by_another_matrix, gate_read_by_a_norm], ids=lambda function: function.__name__
+)
+def test_gate_is_no_form_where_its_factor_or_its_result_is_needed(
+    block: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_norms(monkeypatch)
+    module = trace(block, X, W, U, DOWN)
+    assert not any("swiglu" in steps_of(node) for node in run_pass(monkeypatch, module, constants=(1, 2, 3)))
+    assert_same(module, block, X, W, U, DOWN)
+
+
 def result_read_twice(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
     h = model_norm(x, gain)
     return h + F.linear(h, w)

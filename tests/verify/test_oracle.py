@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemmtune.core import devices
-from gemmtune.core.epilogue import Step
+from gemmtune.core.epilogue import Kind, Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.weights import QuantWeight
 from gemmtune.verify import oracle
@@ -95,6 +95,40 @@ def test_norm_of_rows_whose_squares_exceed_float32_accepts_every_result() -> Non
     magnitude = reference(problem, inputs.a, inputs.b, inputs.aux).magnitude
     assert magnitude[0].isinf().all()
     assert magnitude[1].isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["swiglu", "geglu", "geglu_tanh"])
+def test_gate_multiplies_the_halves_of_the_columns(kind: Kind) -> None:
+    problem = float_problem(4, 10, 33, "float32", (Step("bias", "col", "float32"), Step(kind)))
+    inputs = make_inputs(problem, 1)
+    assert isinstance(inputs.b, torch.Tensor)
+    acc = inputs.a.double() @ inputs.b.double() + inputs.aux[0].double()
+    activation = torch.nn.functional.silu if kind == "swiglu" else torch.nn.functional.gelu
+    options = {"approximate": "tanh"} if kind == "geglu_tanh" else {}
+    expected = activation(acc[:, :5], **options) * acc[:, 5:]
+    oracle = reference(problem, inputs.a, inputs.b, inputs.aux)
+    torch.testing.assert_close(oracle.value, expected)
+    assert oracle.magnitude.shape == (4, 5)
+    assert oracle.magnitude.isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"), [("nothing", False), ("swapped halves", True), ("no activation", True), ("a column", True)]
+)
+def test_wrong_gates_are_outside_of_the_bound(wrong: str, found: bool) -> None:
+    problem = float_problem(5, 48, 64, "bfloat16", (Step("swiglu"),))
+
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        assert isinstance(inputs.b, torch.Tensor)
+        gate, value = (inputs.a.float() @ inputs.b.float()).chunk(2, 1)
+        if wrong == "swapped halves":
+            gate, value = value, gate
+        out.copy_((gate if wrong == "no activation" else torch.nn.functional.silu(gate)) * value)
+        if wrong == "a column":
+            out[:, -1] = 0.0
+
+    verdict = verify(run, problem, make_reference_cases(problem, 0), time_limit_s=0.0)
+    assert verdict.ok != found, verdict.detail
 
 
 def test_integer_reference_is_exact_and_wraps_as_int32() -> None:

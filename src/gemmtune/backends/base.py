@@ -111,7 +111,9 @@ class Kernel(ABC):
         import torch  # here, so that the command line answers `--help` without torch
 
         leading = (a.shape[0], a.shape[1]) if self.problem.is_batched else (a.shape[0],)
-        out = torch.empty((*leading, self.problem.n), dtype=getattr(torch, self.problem.out_dtype), device=a.device)
+        out = torch.empty(
+            (*leading, self.problem.columns), dtype=getattr(torch, self.problem.out_dtype), device=a.device
+        )
         self.run(a, b, aux, out)
         return out
 
@@ -136,14 +138,15 @@ class Backend(ABC):
     """A source of kernels. ``name`` is the word that users type (``--backends aten,native``).
 
     shared_layouts: the names of other backends whose packed layouts this one's kernels take, too. preload: modules that
-    a build imports; the processes that build are forked from a process that has imported them. takes_norms: whether
-    some candidates compute a norm of A's rows in front of the product (``Problem.norm``).
+    a build imports; the processes that build are forked from a process that has imported them. special_steps: the
+    kinds of steps that some candidates compute, of those that few do: norms in front of products (``Problem.norm``),
+    and gates (``Problem.gate``).
     """
 
     name: ClassVar[str]
     shared_layouts: ClassVar[tuple[str, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
-    takes_norms: ClassVar[bool] = False
+    special_steps: ClassVar[frozenset[str]] = frozenset()
 
     def takes(self, family: str) -> bool:
         """Whether the backend may have candidates for Problems of a family. By default, for gemmtune's own; a backend
@@ -151,12 +154,13 @@ class Backend(ABC):
         return family in FAMILIES
 
     def why_family_unsupported(self, problem: Problem) -> str:
-        """Return why the backend has no candidates for a Problem's family, or for a norm in front of the product; empty
-        when it may have some."""
+        """Return why the backend has no candidates for a Problem's family, or for its norm or gate; empty when it may
+        have some."""
         if not self.takes(problem.family):
             return f"{self.name} does not take problems of the family {problem.family}"
-        if problem.norm is not None and not self.takes_norms:
-            return f"{self.name} computes no norm in front of a product"
+        for step in (problem.norm, problem.gate):
+            if step is not None and step.kind not in self.special_steps:
+                return f"{self.name} computes no {step.kind}"
         return ""
 
     @abstractmethod

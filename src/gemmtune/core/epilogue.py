@@ -18,11 +18,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-Kind = Literal["scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast", "rms_norm"]
+Kind = Literal[
+    "scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast", "rms_norm", "swiglu", "geglu",
+    "geglu_tanh",
+]  # fmt: skip
 Axis = Literal["tensor", "row", "col", "full", "inner"]
 
 _WITH_TENSOR = ("scale", "bias", "add", "mul", "rms_norm")
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
+GATES: dict[Kind, Kind] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # the activation of the gate
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,6 +44,9 @@ class Step:
       - ``rms_norm``: the first step only, with ``axis="inner"``: the product is that of the normalised rows of A,
         ``a[m, k] * t[k] / sqrt(mean over k of a[m, k]**2 + value)`` (``torch.nn.functional.rms_norm``; Zhang and
         Sennrich 2019, "Root mean square layer normalization").
+      - ``swiglu``, ``geglu``, ``geglu_tanh``: the last step only: the left half of the columns (the gate), through
+        silu, gelu or gelu_tanh, times the right half. The output has N / 2 columns (Shazeer 2020, "GLU variants improve
+        transformer").
     axis: shape of the tensor: ``tensor`` = one element, ``row`` = [M], ``col`` = [N], ``full`` = [M, N], ``inner`` =
     [K].
     dtype: the tensor's dtype (torch's name, e.g. ``"bfloat16"``), or the target of ``cast``.
@@ -59,7 +66,7 @@ class Step:
     @property
     def key(self) -> str:
         """The canonical text, e.g. ``add.col.bfloat16*0.5`` or ``clamp(-1.0,1.0)``."""
-        if self.kind in _ACTIVATIONS:
+        if self.kind in _ACTIVATIONS or self.kind in GATES:
             return self.kind
         if self.kind == "clamp":
             return f"clamp({self.lo!r},{self.hi!r})"
@@ -82,6 +89,11 @@ def epilogue_key(epilogue: Epilogue) -> str:
 def norm_of(epilogue: Epilogue) -> Step | None:
     """Return the step that normalises A's rows; None for an epilogue without one."""
     return epilogue[0] if epilogue and epilogue[0].kind == "rms_norm" else None
+
+
+def gate_of(epilogue: Epilogue) -> Step | None:
+    """Return the step that multiplies one half of the columns by the other; None for an epilogue without one."""
+    return epilogue[-1] if epilogue and epilogue[-1].kind in GATES else None
 
 
 def tensor_count(epilogue: Epilogue) -> int:

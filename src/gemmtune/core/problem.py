@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from . import plugins
-from .epilogue import Epilogue, Step, epilogue_key, norm_of
+from .epilogue import GATES, Epilogue, Step, epilogue_key, gate_of, norm_of
 
 Order = Literal["row", "col", "strided"]
 
@@ -155,8 +155,11 @@ class Problem:
             size = getattr(self, name)
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ValueError(f"{name} must be a non-negative int; got {size!r}")
-        if any(step.kind == "rms_norm" for step in self.epilogue):
-            self._check_norm()
+        for step in self.epilogue:
+            if step.kind == "rms_norm":
+                self._check_norm()
+            elif step.kind in GATES:
+                self._check_gate()
         object.__setattr__(self, "_key", f"{self._head()}m{self.m}{self._tail()}")
 
     def _check_norm(self) -> None:
@@ -170,6 +173,15 @@ class Problem:
             )
         if not 0.0 <= norm.value < float("inf"):
             raise ValueError(f"rms_norm needs a finite eps of 0 or more; got {norm.value!r}")
+
+    def _check_gate(self) -> None:
+        if gate_of(self.epilogue) is None or sum(step.kind in GATES for step in self.epilogue) > 1:
+            raise ValueError(f"{', '.join(GATES)}: one of them must be the last step of an epilogue")
+        if self.is_batched or self.n % 2:
+            raise ValueError(
+                f"{self.epilogue[-1].kind} takes products that are not batched, with an even number of columns; got "
+                f"{self.family} with N = {self.n}"
+            )
 
     def _head(self) -> str:
         batch = f"b{self.batch}." if self.is_batched else ""
@@ -208,9 +220,19 @@ class Problem:
         return _FAMILIES[self.family].batched
 
     @property
+    def gate(self) -> Step | None:
+        """The last step that multiplies one half of the columns by the other; None where there is none."""
+        return gate_of(self.epilogue)
+
+    @property
+    def columns(self) -> int:
+        """The columns of the output: N, or N / 2 where half of them are a gate."""
+        return self.n if self.gate is None else self.n // 2
+
+    @property
     def out_shape(self) -> tuple[int, ...]:
-        """The shape of the output: [M, N], or [batch, M, N]."""
-        return (self.batch, self.m, self.n) if self.is_batched else (self.m, self.n)
+        """The shape of the output: [M, columns], or [batch, M, columns]."""
+        return (self.batch, self.m, self.columns) if self.is_batched else (self.m, self.columns)
 
     @property
     def is_empty(self) -> bool:
@@ -235,7 +257,7 @@ class Problem:
     @property
     def min_bytes(self) -> int:
         """The least memory traffic in bytes (the roofline's): each input is read once, the output is written once."""
-        outer = self.batch * self.m * (self.k * bits(self.a.dtype) + self.n * bits(self.out_dtype)) // 8
+        outer = self.batch * self.m * (self.k * bits(self.a.dtype) + self.columns * bits(self.out_dtype)) // 8
         return outer + self.weight_bytes + sum(self._step_bytes(step) for step in self.epilogue)
 
     def _step_bytes(self, step: Step) -> int:

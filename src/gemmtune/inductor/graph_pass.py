@@ -204,6 +204,13 @@ class Rewriter:
         with self._graph.inserting_before(first.node):
             shared = self._aux_nodes(first, form, without=form.call.aux_in_parts)
             result = self._product_node(first, form, [*weights, *parts, *shared])
+        if form.gated:
+            end = products[0].end(form.length)
+            with self._graph.inserting_before(end):
+                result = self._reshaped(result, products[0], form.length)
+            self._replace_uses(end, result)
+            return
+        with self._graph.inserting_before(first.node):
             start, columns = 0, []
             for product in products:
                 stop = start + product.columns
@@ -232,7 +239,7 @@ class Rewriter:
 
     def _product_node(self, product: Product, form: Form, operands: Sequence[fx.Node]) -> fx.Node:
         a = self._rows(product) if form.normed else self._current(product.a)
-        shape = (*product.node.meta["val"].shape[:-1], form.call.problem.n)
+        shape = (*product.node.meta["val"].shape[:-1], form.call.problem.columns)
         value = a.meta["val"].new_empty(shape, dtype=form.call.out_dtype)
         node = self._call(product_op, (a, list(operands), form.call.to_json()), value)
         node.meta = {**product.node.meta, "val": value, PROVENANCE: provenance(form)}
@@ -269,7 +276,8 @@ class Rewriter:
         out."""
         steps = [step for step in form.call.problem.epilogue if step.takes_tensor]
         result = []
-        tensors = product.tensors(form.length, normed=form.normed)
+        length = form.length if len(form.products) == 1 else product.fixed
+        tensors = product.tensors(length, normed=form.normed)
         for index, (step, tensor) in enumerate(zip(steps, tensors, strict=True)):
             if index == without:
                 continue

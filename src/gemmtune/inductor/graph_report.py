@@ -29,7 +29,7 @@ class ProductReport:
     other products of its input; ``inductor`` where it stayed PyTorch's operator. kernel: the candidate's id; empty for
     PyTorch's. seconds: of one call by the store's decision, or None. ratio: the median and the interval of the kernel's
     time over PyTorch's in the paired test, or None. reason: why it stayed Inductor's; empty for others. normed: whether
-    the kernel computes the norm in front.
+    the kernel computes the norm in front. gated: whether it multiplies the product by another one of its input.
     """
 
     nodes: tuple[str, ...]
@@ -41,6 +41,7 @@ class ProductReport:
     ratio: tuple[float, float, float] | None = None
     reason: str = ""
     normed: bool = False
+    gated: bool = False
 
     def __str__(self) -> str:
         text = f"{', '.join(self.nodes)}: {self.problem}"
@@ -68,9 +69,11 @@ class GraphReport:
         total = len(self.products) + len(self.unmatched)
         served = len(self.products) - self.count("inductor")
         normed = sum(product.normed for product in self.products)
+        gated = sum(product.gated for product in self.products)
         return (
             f"gemmtune serves {served} of {total} products of a graph: {self.count('merged')} merged ones, "
-            f"{self.count('fused')} with the operations behind them, {normed} with the norm in front of them"
+            f"{self.count('fused')} with the operations behind them, {normed} with the norm in front of them, "
+            f"{gated} in gates"
         )
 
     def lines(self) -> list[str]:
@@ -105,6 +108,7 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     return ProductReport(
         _nodes(product, form.length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
         _ratio(problem.key, kernel, device, RUNTIME.generation), normed=form.normed,
+        gated=form.gated,
     )  # fmt: skip
 
 

@@ -143,7 +143,7 @@ def _lower(a: Any, operands: list[Any], call: str) -> Any:
     for index, (operand, argument) in enumerate(zip(operands, node.args[1], strict=True)):
         is_matrix = index < described.weight_count
         inputs.append(_as_traced(operand, argument) if is_matrix else _dense(operand))
-    size = [*a.get_size()[:-1], described.problem.n]
+    size = [*a.get_size()[:-1], described.problem.columns]
     layout = ir.FixedLayout(a.get_device(), described.out_dtype, size)
     return ir.TensorBox.create(ProductKernel(call, layout, inputs, node.meta.get(PROVENANCE, "")))
 

@@ -16,6 +16,12 @@ _VIEWS = frozenset(
         aten.squeeze.dims, aten.squeeze.default,
     }
 )  # fmt: skip
+# Operators that Inductor calls, and does not compile into its pointwise kernels.
+EXTERN = (
+    aten.mm.default, aten.addmm.default, aten.bmm.default, aten._int_mm.default, aten._scaled_mm.default,
+    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
+    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+)  # fmt: skip
 CONVERT = prims.convert_element_type.default
 
 
@@ -34,6 +40,19 @@ def without_views(node: fx.Node) -> fx.Node:
     while is_view(node) and isinstance(node.args[0], fx.Node):
         node = node.args[0]
     return node
+
+
+def readers(node: fx.Node) -> set[fx.Node]:
+    """Return the nodes that read a node, directly or through views."""
+    found: set[fx.Node] = set()
+    for user in node.users:
+        found |= readers(user) if is_view(user) else {user}
+    return found
+
+
+def feeds_products(node: fx.Node) -> bool:
+    """Whether only operators that Inductor calls, and the graph's output, read a node, through views."""
+    return all(user.op == "output" or is_call(user, *EXTERN) for user in readers(node))
 
 
 def value_of(node: Any) -> Tensor | None:

@@ -22,7 +22,7 @@ def _site(text: str) -> CallSite:
 
 
 def _shape(a: Tensor, call: GraphCall) -> tuple[Any, ...]:
-    return (*a.shape[:-1], call.problem.n)
+    return (*a.shape[:-1], call.problem.columns)
 
 
 def _run(a: Tensor, operands: Sequence[Tensor], call: str) -> Tensor:

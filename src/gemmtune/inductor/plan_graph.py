@@ -3,8 +3,9 @@
 Every form is a Problem that the store has a decision for, with the measured time of what would serve it. A product
 that computes the pointwise operations behind it saves the kernel that Inductor would launch for them, if no operation
 is left in it. One that adds a residual saves the kernels behind it a read. One that computes the norm in front of it
-saves the norm's kernel, if nothing else reads its result and its rows are in memory anyway. The cheapest set of forms
-is chosen; a product stays Inductor's where no form of it is cheaper than PyTorch's own operator.
+saves the norm's kernel, if nothing else reads its result and its rows are in memory anyway; two that are a gate and its
+factor save the kernel that multiplies them. The cheapest set of forms is chosen; a product stays Inductor's where no
+form of it is cheaper than PyTorch's own operator.
 """
 
 from __future__ import annotations
@@ -19,23 +20,19 @@ from ..core.problem import Problem
 from .costs import cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
 from .graph_call import GraphCall
 from .matching import Product
-from .nodes import aten, is_call, is_view, value_of, without_views
+from .merging import merge_groups, merged_call
+from .nodes import EXTERN, feeds_products, is_call, is_view, value_of, without_views
+from .wide_forms import WideForm, wide_forms
 
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
-
-# Operators that Inductor calls, and does not compile into its pointwise kernels.
-_EXTERN = (
-    aten.mm.default, aten.addmm.default, aten.bmm.default, aten._int_mm.default, aten._scaled_mm.default,
-    aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
-    aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
-)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
 class Form:
     """A form that serves. products: more than one where they are merged. length: of the one product's chain.
 
-    seconds: of its kernel. normed: whether the kernel computes the norm in front of the products.
+    seconds: of its kernel. normed: whether the kernel computes the norm in front of the products. gated: whether it
+    multiplies their results, which are the operations of the first one's chain.
     """
 
     products: tuple[Product, ...]
@@ -43,6 +40,7 @@ class Form:
     length: int
     seconds: float
     normed: bool = False
+    gated: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,40 +62,33 @@ class GraphPlan:
     def __init__(self, products: Sequence[Product]) -> None:
         self.products = tuple(products)
         self.groups = merge_groups(products)
-        self._normed_groups = norm_groups(products, self.groups)
         self._ends = {product.end(product.fixed) for product in products}
+        wide = wide_forms(products, self.groups, lambda product: self.fused_length(product) or product.fixed)
+        self._wide = [form for form in wide if has_own_kernels(form.call.problem, device_of(form.products[0]))]
 
     def problems(self) -> dict[tuple[torch.device, Problem], int]:
         """Return the Problems of all forms by device, with the number of products that they stand for."""
         counts: dict[tuple[torch.device, Problem], int] = {}
+        lengths = {id(product): self.fused_length(product) for product in self.products}
+        stored = self._ends | {p.end(length) for p in self.products if (length := lengths[id(p)]) is not None}
+        widest: dict[frozenset[int], WideForm] = {}  # the others of the same products are not worth their tuning
+        for form in self._wide:
+            ids = frozenset(map(id, form.products))
+            if form.has_rows_in(stored) and (ids not in widest or form.extent > widest[ids].extent):
+                widest[ids] = form
+        gates = {id(form.products[0]) for form in widest.values() if form.gate is not None}
         for product in self.products:
-            for length in {product.fixed, self.fused_length(product)}:
+            for length in {product.fixed, None if id(product) in gates else lengths[id(product)]}:
                 if length is not None:
                     key = (device_of(product), product.problem(length))
                     counts[key] = counts.get(key, 0) + 1
         for group in self.groups:
             key = (device_of(group[0]), merged_call(group).problem)
             counts[key] = counts.get(key, 0) + 1
-        stored = self._ends | {product.end(length) for product, length in self._fused_lengths()}
-        for group in self._normed_groups:
-            key = (device_of(group[0]), self._normed_call(group).problem)
-            if _has_rows_in(stored, group[0]) and has_own_kernels(key[1], key[0]):
-                counts[key] = counts.get(key, 0) + 1
+        for form in widest.values():
+            key = (device_of(form.products[0]), form.call.problem)
+            counts[key] = counts.get(key, 0) + 1
         return counts
-
-    def _fused_lengths(self) -> list[tuple[Product, int]]:
-        lengths = ((product, self.fused_length(product)) for product in self.products)
-        return [(product, length) for product, length in lengths if length is not None]
-
-    def _normed_call(self, group: Sequence[Product]) -> GraphCall:
-        """Return the GraphCall of a group of products with the norm in front of them."""
-        if len(group) > 1:
-            return merged_call(group, normed=True)
-        return group[0].call(self._normed_length(group[0]), normed=True)
-
-    def _normed_length(self, product: Product) -> int:
-        """Return how many operations of its chain a product computes which computes the norm in front of it."""
-        return self.fused_length(product) or product.fixed
 
     def fused_length(self, product: Product) -> int | None:
         """Return the length of a product's chain that saves a pointwise kernel, or a read of a residual; None if none
@@ -115,9 +106,7 @@ class GraphPlan:
         """Whether the graph stores a node's value, so that a kernel may read it: inputs, products, and what several
         operations read."""
         source = without_views(node)
-        return (
-            source.op != "call_function" or source in self._ends or is_call(source, *_EXTERN) or len(source.users) > 1
-        )
+        return source.op != "call_function" or source in self._ends or is_call(source, *EXTERN) or len(source.users) > 1
 
     def choose(self) -> list[Form]:
         """Return the forms that serve, by the store's decisions. Products without one are Inductor's."""
@@ -130,31 +119,45 @@ class GraphPlan:
         single = [alone[id(p)].form for p in self.products if id(p) not in merged and id(p) in alone]
         forms = [*{id(form): form for form in merged.values()}.values(), *(form for form in single if form is not None)]
         stored = self._ends | {form.products[0].end(form.length) for form in forms if len(form.products) == 1}
-        for group in self._normed_groups:
-            normed = self._normed(group, alone, merged) if _has_rows_in(stored, group[0]) else None
-            if normed is not None:
-                forms = [form for form in forms if form.products[0] not in group]
-                forms.append(normed)
+        for wide in self._cheapest_wide(alone, merged, stored):
+            forms = [form for form in forms if form.products[0] not in wide.products]
+            forms.append(wide)
         return forms
 
-    def _normed(self, group: Sequence[Product], alone: dict[int, _Alone], merged: dict[int, Form]) -> Form | None:
-        """Return the form in which a group computes the norm in front of it, if that is cheaper than the norm's kernel
-        and the forms that were chosen for the group."""
-        call, device, length = self._normed_call(group), device_of(group[0]), group[0].fixed
-        cost = cost_of(call.problem, device)
-        if cost is None or not cost.beats_torch or not all(id(product) in alone for product in group):
-            return None
-        chosen = merged.get(id(group[0]))
-        before = sum(alone[id(product)].seconds for product in group) if chosen is None else chosen.seconds
-        if len(group) == 1:
-            length, form = self._normed_length(group[0]), alone[id(group[0])].form
-            if length != (group[0].fixed if form is None else form.length):
-                return None
-        elif chosen is None:
-            before -= self._saved_alone(group, alone)
-        if cost.seconds < _CLEAR * (before + norm_s(call.problem, device)):
-            return Form(tuple(group), call, length, cost.seconds, normed=True)
-        return None
+    def _cheapest_wide(
+        self, alone: dict[int, _Alone], merged: dict[int, Form], stored: Collection[fx.Node]
+    ) -> list[Form]:
+        """Return the wide forms that are cheaper than the forms that were chosen for their products, with Inductor's
+        kernels that they save; of several for the same products, the one that saves most."""
+        best: dict[frozenset[int], tuple[float, Form]] = {}
+        for wide in self._wide:
+            call, device = wide.call, device_of(wide.products[0])
+            cost = cost_of(call.problem, device)
+            if cost is None or not cost.beats_torch or not wide.has_rows_in(stored):
+                continue
+            if not all(id(product) in alone for product in wide.products):
+                continue
+            present = self._present_s(wide, alone, merged)
+            key, saved = frozenset(map(id, wide.products)), present - cost.seconds
+            if cost.seconds < _CLEAR * present and saved > best.get(key, (0.0, None))[0]:
+                form = Form(wide.products, call, wide.length, cost.seconds, wide.normed, bool(wide.gate))
+                best[key] = saved, form
+        return [form for _, form in best.values()]
+
+    def _present_s(self, wide: WideForm, alone: dict[int, _Alone], merged: dict[int, Form]) -> float:
+        """Return the seconds of the forms that were chosen for a wide form's products, and of Inductor's kernels that
+        the wide form saves."""
+        problem, device = wide.call.problem, device_of(wide.products[0])
+        chosen, end = merged.get(id(wide.products[0])), wide.end
+        singles = [alone[id(product)] for product in wide.products] if chosen is None else []
+        seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
+        if end is not None and all(single.saved is not end for single in singles):
+            seconds += pointwise_s(problem, device) if wide.gate else _saved_s(wide.products[0], wide.length)
+        for product, single in zip(wide.products, singles, strict=False):
+            length = self.fused_length(product)
+            if single.saved not in (None, end) and length is not None:
+                seconds -= _saved_s(product, length)
+        return seconds + (norm_s(problem, device) if wide.normed else 0.0)
 
     def _alone(self) -> dict[int, _Alone]:
         """Return how each product is served by itself, by id; those that were not tuned are not in it."""
@@ -214,7 +217,7 @@ def _ends_here(product: Product, length: int) -> bool:
     """Whether the first ``length`` operations of a chain are all of a pointwise kernel: only products and the graph's
     output read their result, and not all of them are views and conversions."""
     works = any(link.steps for link in product.chain[product.fixed : length])
-    return works and not is_view(product.end(length)) and _feeds_products(product.end(length))
+    return works and not is_view(product.end(length)) and feeds_products(product.end(length))
 
 
 def _adds_residual(product: Product, length: int) -> bool:
@@ -230,86 +233,3 @@ def _saved_s(product: Product, length: int) -> float:
     """Return the seconds of Inductor's kernels that a product saves which includes ``length`` operations."""
     problem, device = product.problem(length), device_of(product)
     return pointwise_s(problem, device) if _ends_here(product, length) else residual_s(problem, device)
-
-
-def _feeds_products(node: fx.Node) -> bool:
-    """Whether only products and the graph's output read a node, through views."""
-    for user in node.users:
-        if is_view(user):
-            if not _feeds_products(user):
-                return False
-        elif user.op != "output" and not is_call(user, *_EXTERN):
-            return False
-    return True
-
-
-def merge_groups(products: Sequence[Product]) -> list[tuple[Product, ...]]:
-    """Return the products of one input that could be one: by different constant weights, with equal steps."""
-    groups: dict[object, list[Product]] = {}
-    for product in products:
-        if product.form in ("linear", "weight_only") and _is_mergeable(product):
-            problem = product.problem(product.fixed)
-            steps = tuple(step.key for step in problem.epilogue)
-            key = (
-                product.source, product.form, problem.family, problem.m, problem.k, problem.a, problem.b,
-                problem.out_dtype, steps, product.aux_in_parts, _shared_aux(product),
-            )  # fmt: skip
-            groups.setdefault(key, []).append(product)
-    distinct = (tuple(group) for group in groups.values() if len({p.weights[0] for p in group}) == len(group) > 1)
-    return list(distinct)
-
-
-def _is_mergeable(product: Product) -> bool:
-    """Whether the columns of a product could be some of another one's: no tensor of its steps has a value for each
-    element of the result, and one at most has a value for each column, which is constant."""
-    steps = [step for step in product.problem(product.fixed).epilogue if step.takes_tensor]
-    columns = [step for step in steps if step.axis == "col"]
-    if any(step.axis == "full" for step in steps):
-        return False
-    return len(columns) == (0 if product.aux_in_parts is None else 1)
-
-
-def _shared_aux(product: Product) -> tuple[fx.Node, ...]:
-    """Return the nodes of the steps' tensors that merged products have in common."""
-    return tuple(node for index, node in enumerate(product.aux) if index != product.aux_in_parts)
-
-
-def norm_groups(products: Sequence[Product], groups: Sequence[tuple[Product, ...]]) -> list[tuple[Product, ...]]:
-    """Return the products that alone read the result of a norm: one, or all of a group that could be one product."""
-    readers: dict[fx.Node, list[Product]] = {}
-    for product in products:
-        if product.norm is not None and not product.is_dynamic:
-            readers.setdefault(product.norm.result, []).append(product)
-    mergeable = {frozenset(map(id, group)) for group in groups}
-    return [
-        tuple(group)
-        for result, group in readers.items()
-        if _readers(result) == {product.node for product in group}
-        and (len(group) == 1 or frozenset(map(id, group)) in mergeable)
-    ]
-
-
-def _readers(node: fx.Node) -> set[fx.Node]:
-    """Return the nodes that read a node, directly or through views."""
-    found: set[fx.Node] = set()
-    for user in node.users:
-        found |= _readers(user) if is_view(user) else {user}
-    return found
-
-
-def _has_rows_in(stored: Collection[fx.Node], product: Product) -> bool:
-    """Whether the graph stores the rows that a product's norm reads. stored: the results of products that it stores."""
-    assert product.norm is not None
-    rows = without_views(product.norm.rows)
-    return rows.op != "call_function" or rows in stored or is_call(rows, *_EXTERN)
-
-
-def merged_call(group: Sequence[Product], *, normed: bool = False) -> GraphCall:
-    """Return the GraphCall of a group: its columns are those of the products, one behind the other. normed: with the
-    norm in front."""
-    first = group[0]
-    problem = first.problem(first.fixed, normed=normed)
-    columns, in_parts = tuple(product.columns for product in group), first.aux_in_parts
-    if in_parts is not None and normed:
-        in_parts += 1  # the norm's weight is the first of the tensors
-    return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, in_parts)

@@ -72,17 +72,17 @@ def compare(problem: Problem, case: ReferenceCase, out: Tensor) -> tuple[float, 
     """Compare an output with the expected result. Returns (largest error over tolerance, what is wrong or "")."""
     if not out.numel():
         return 0.0, ""
-    actual = out.reshape(-1, problem.n)
+    actual = out.reshape(-1, problem.columns)
     value, tolerance = case.value.reshape(actual.shape), case.tolerance.reshape(actual.shape)
     sums = _Sums(case.ordinary_columns) if case.kind == "uniform" else None
     worst, flat_index = 0.0, -1
-    rows = max(1, (_CHUNK if is_host(actual.device.type) else _DEVICE_CHUNK) // problem.n)
+    rows = max(1, (_CHUNK if is_host(actual.device.type) else _DEVICE_CHUNK) // problem.columns)
     for start in range(0, actual.shape[0], rows):
         part = slice(start, start + rows)
         ratio = check_elements(actual[part], value[part], tolerance[part], problem.out_dtype, sums).view(-1)
         top = int(ratio.argmax())
         if not float(ratio[top]) <= worst:
-            worst, flat_index = float(ratio[top]), start * problem.n + top
+            worst, flat_index = float(ratio[top]), start * problem.columns + top
     if worst > 1.0:
         return worst, _describe(problem, case, actual.view(-1), flat_index, worst)
     return worst, "" if sums is None else _aggregate(problem, sums)
@@ -132,14 +132,16 @@ def _check_integers(out: Tensor, value: Tensor, tolerance: Tensor, dtype: str, s
 def _describe(problem: Problem, case: ReferenceCase, actual: Tensor, flat_index: int, worst: float) -> str:
     indices = []
     rest = flat_index
-    for size in (problem.n, problem.m):
+    for size in (problem.columns, problem.m):
         indices.append(rest % size)
         rest //= size
     position = (rest, *reversed(indices)) if problem.is_batched else tuple(reversed(indices))
     value = case.value.reshape(-1)[flat_index].item()
     number = actual[flat_index].item()
     special = [case.rows[position[-2]] and f"a row of A that is {case.rows[position[-2]]}"] if case.rows else []
-    special += [f"a column with {label}"] if (label := case.columns.label(position[-1])) else []
+    halves = (0,) if problem.gate is None else (0, problem.columns)
+    labels = [label for half in halves if (label := case.columns.label(position[-1] + half))]
+    special += [f"a column with {label}" for label in labels]
     context = f", in {' and '.join(filter(None, special))}" if any(special) else ""
     if number != number and not math.isnan(float(value)):
         return f"out{list(position)} is NaN (or was never written) where {value:.6g} is expected{context}"

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from ..core import devices
 from ..core.devices import is_host
-from ..core.epilogue import Step
+from ..core.epilogue import GATES, Step
 from ..core.problem import Problem
 
 if TYPE_CHECKING:
@@ -150,7 +150,7 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence
 
 
 def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
-    """Apply the epilogue to the accumulator and to its error. Overwrites both tensors where possible."""
+    """Apply the epilogue to the accumulator and to its error. Overwrites both tensors where the shape stays."""
     unit = error_unit(problem)
     if not problem.epilogue:
         if is_integer(problem) and problem.out_dtype not in INTEGERS:  # for one conversion to float32
@@ -159,13 +159,17 @@ def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequen
     if not acc.is_floating_point():
         acc = acc.to(torch.float64)
     value, scale = (t if t.dim() == 3 else t.unsqueeze(0) for t in (acc, magnitude))
+    results = (value, scale)
+    if problem.gate is not None:
+        acc, magnitude = (torch.empty_like(t[:, : problem.columns]) for t in (acc, magnitude))
+        results = (acc.unsqueeze(0), magnitude.unsqueeze(0))
     rows = max(1, (_CHUNK if is_host(acc.device.type) else _DEVICE_CHUNK) // max(1, value.shape[2]))
     for i in range(value.shape[0]):
         for r in range(0, value.shape[1], rows):
             part = (i, slice(r, r + rows))
             v, e = _epilogue(problem, value[part].double(), scale[part].double() * unit, aux, part)
-            value[part] = v
-            scale[part] = e / unit
+            results[0][part] = v
+            results[1][part] = e / unit
     return Oracle(acc, magnitude, unit)
 
 
@@ -447,7 +451,19 @@ def _step(step: Step, v: Tensor, e: Tensor, t: Tensor, u: float) -> tuple[Tensor
             return v.clamp(step.lo, step.hi), e
         case "cast":
             return _cast(v, e, str(step.dtype))
-    return _activate(step.kind, v, e, u)
+    return _gated(step, v, e, u) if step.kind in GATES else _activate(step.kind, v, e, u)
+
+
+def _gated(step: Step, v: Tensor, e: Tensor, u: float) -> tuple[Tensor, Tensor]:
+    """Multiply the activation of the left half of the columns by the right half.
+
+    Beside an infinity, the result is uncertain; beside a NaN it is NaN.
+    """
+    (gate, value), (gate_e, value_e) = v.chunk(2, -1), e.chunk(2, -1)
+    gate, gate_e = _activate(GATES[step.kind], gate, gate_e, u)
+    out = gate * value
+    error = gate.abs() * value_e + value.abs() * gate_e + gate_e * value_e + u * out.abs()
+    return out, torch.nan_to_num(error, math.inf, math.inf).masked_fill_(gate.isnan() | value.isnan(), 0.0)
 
 
 def _scaled(v: Tensor, e: Tensor, t: Tensor, number: float, u: float) -> tuple[Tensor, Tensor]:

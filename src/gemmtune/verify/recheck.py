@@ -243,7 +243,9 @@ class _Recheck:
         as_bytes(a).copy_(as_bytes(inputs.a).index_select(-2, rows))
         steps = [step for step in problem.epilogue if step.takes_tensor]
         aux = tuple(select_aux_rows(step, t, rows) for step, t in zip(steps, inputs.aux, strict=True))
-        out = allocate(logical_shape(problem, problem.m, problem.n), problem.out, problem.out_dtype, device=device)
+        out = allocate(
+            logical_shape(problem, problem.m, problem.columns), problem.out, problem.out_dtype, device=device
+        )
         out.zero_()
         for part in parts:
             _poison(out.narrow(-2, part.start, part.m), _POISONS[0])
@@ -280,17 +282,18 @@ class _Recheck:
             both = torch.cat([torch.tensor(edges, dtype=torch.int64, device=device), more])
             return both.sort().values  # duplicates do no harm
 
-        return indices(problem.m, _ROWS), indices(problem.n, _COLUMNS)
+        return indices(problem.m, _ROWS), indices(problem.columns, _COLUMNS)
 
     def _make_sample(self, problem: Problem, inputs: Inputs, rows: Tensor, columns: Tensor) -> _OutputSample:
         """Compute the expected result for some rows and columns."""
         steps = [step for step in problem.epilogue if step.takes_tensor]
+        of_b = columns if problem.gate is None else torch.cat([columns, columns + problem.columns])
         aux = []
         for step, t in zip(steps, inputs.aux, strict=True):
             t = select_aux_rows(step, t, rows)
-            aux.append(t.index_select(-1, columns) if step.axis in ("col", "full") else t)
-        part = replace(problem, m=rows.numel(), n=columns.numel())
-        oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, columns), aux)
+            aux.append(t.index_select(-1, of_b) if step.axis in ("col", "full") else t)
+        part = replace(problem, m=rows.numel(), n=of_b.numel())
+        oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, of_b), aux)
         return _OutputSample(rows, columns, oracle.value, tolerance_of(part, oracle))
 
 

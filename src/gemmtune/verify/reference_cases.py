@@ -290,6 +290,8 @@ def _uniform_case(problem: Problem, inputs: Inputs, columns: Columns, acc: Tenso
     if columns.all_of_weight():
         ordinary_columns = torch.ones(problem.n, dtype=torch.bool, device=inputs.a.device)
         ordinary_columns[columns.all_of_weight()] = False
+        if problem.gate is not None:
+            ordinary_columns = ordinary_columns[: problem.columns] & ordinary_columns[problem.columns :]
     value, tolerance = oracle.value, tolerance_of(problem, oracle)
     return ReferenceCase(inputs, value, tolerance, "uniform", (), Columns(columns.weight), ordinary_columns)
 

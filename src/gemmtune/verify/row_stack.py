@@ -66,7 +66,7 @@ def row_groups(problem: Problem, counts: Iterable[int], device: torch.device) ->
     matrix would not have the Problem's layout: with batches, column-major layouts, or gaps between the output's rows.
     An M that A's layout does not permit is skipped.
     """
-    max_rows = (_MAX_ELEMENTS if is_host(device.type) else _MAX_DEVICE_ELEMENTS) // max(problem.n, 1)
+    max_rows = (_MAX_ELEMENTS if is_host(device.type) else _MAX_DEVICE_ELEMENTS) // max(problem.columns, 1)
     single = not rows_are_views(problem)
     groups: list[list[int]] = []
     for m in counts:
@@ -87,7 +87,7 @@ def rows_are_views(problem: Problem) -> bool:
         problem.is_batched
         or problem.a.layout.order == "col"
         or problem.out.order == "col"
-        or problem.out.ld not in (None, problem.n)
+        or problem.out.ld not in (None, problem.columns)
     )
 
 
@@ -159,7 +159,7 @@ class RowStack:
         spans, end = [], 0
         for m in counts:
             first = end + GUARD + offset * size
-            spans.append((first, first + m * problem.n * size))
+            spans.append((first, first + m * problem.columns * size))
             end = -(-spans[-1][1] // _BYTE_ALIGNMENT) * _BYTE_ALIGNMENT
         frames = (_frame(problem, spans, end + GUARD, poison, case.inputs.a.device) for poison in (0, 1))
         first_frame, second_frame = frames
@@ -213,7 +213,7 @@ class RowStack:
     def _outputs(self, frame: Tensor, part_count: int, rows: int) -> Tensor:
         """Return the concatenated outputs of the first ``part_count`` parts: [rows, N]."""
         parts = [frame[first:last] for first, last in self.spans[:part_count]]
-        return torch.cat(parts).view(getattr(torch, self.problem.out_dtype)).view(rows, self.problem.n)
+        return torch.cat(parts).view(getattr(torch, self.problem.out_dtype)).view(rows, self.problem.columns)
 
 
 def _frame(
@@ -232,7 +232,7 @@ def _frame(
 
 def _output_view(problem: Problem, frame: Tensor, span: tuple[int, int]) -> Tensor:
     """Return the output [m, N] in the bytes ``span`` of a frame."""
-    return frame[slice(*span)].view(getattr(torch, problem.out_dtype)).view(-1, problem.n)
+    return frame[slice(*span)].view(getattr(torch, problem.out_dtype)).view(-1, problem.columns)
 
 
 class RowCountVerifier:

@@ -159,13 +159,13 @@ def guarded(problem: Problem, device: torch.device, poison: int, offset: int = 0
     """
     size = bits(problem.out_dtype) // 8
     batch = problem.batch if problem.is_batched else 1
-    slow, fast = (problem.n, problem.m) if problem.out.order == "col" else (problem.m, problem.n)
+    slow, fast = (problem.columns, problem.m) if problem.out.order == "col" else (problem.m, problem.columns)
     lead = problem.out.ld or max(fast, 1)
     length = 2 * GUARD + (batch * slow * lead + offset) * size
     frame = torch.full((length,), GUARD_BYTE, dtype=torch.uint8, device=device)
     body = _body(frame, offset * size).view(getattr(torch, problem.out_dtype))
     strides = (1, lead) if problem.out.order == "col" else (lead, 1)
-    shape = (batch, problem.m, problem.n)
+    shape = (batch, problem.m, problem.columns)
     out = body.as_strided(shape, (slow * lead, *strides), body.storage_offset())
     if problem.out_dtype in INTEGERS:
         body.view(torch.uint8).fill_(INT_POISONS[poison])
@@ -184,7 +184,7 @@ def _body(frame: Tensor, skipped: int) -> Tensor:
 def _gaps(problem: Problem, frame: Tensor, offset: int) -> Tensor:
     """Return the bytes between the rows (or columns) of the output: [rows, gap]."""
     size = bits(problem.out_dtype) // 8
-    fast = problem.m if problem.out.order == "col" else problem.n
+    fast = problem.m if problem.out.order == "col" else problem.columns
     lead = problem.out.ld or max(fast, 1)
     return _body(frame, offset * size).view(-1, lead * size)[:, fast * size :]
 

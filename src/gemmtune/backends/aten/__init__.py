@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.candidate import Candidate, Illegal, Scalar
+from ...core.epilogue import GATES
 from ...core.errors import KernelError, PackedWeightError
 from ...core.problem import Problem
 from ...core.target import Target
@@ -71,7 +72,7 @@ class AtenBackend(Backend):
     """PyTorch's own operators. Always available."""
 
     name = "aten"
-    takes_norms = True
+    special_steps = frozenset({"rms_norm", *GATES})
 
     def takes(self, family: str) -> bool:
         return any(family in template.family for template in _BY_NAME.values())

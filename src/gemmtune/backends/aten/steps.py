@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...core.epilogue import Step
+from ...core.epilogue import GATES, Step
 
 _INTEGER_NAMES = ("int8", "uint8", "int32", "int64")
 _WHOLE_LIMIT = 1 << 61  # largest integer between steps: far beyond any output, and the sum of two stays within int64
@@ -79,6 +79,9 @@ def _apply_step(acc: Tensor, step: Step, tensors: Iterator[Tensor]) -> Tensor:
     if not acc.is_floating_point() and keeps_integer(step):
         return _integer_step(acc, step, _broadcastable(next(tensors), step) if step.takes_tensor else None)
     acc = _as_float(acc)
+    if kind in GATES:
+        gate, value = acc.chunk(2, -1)
+        return _apply_step(gate, Step(GATES[kind]), tensors) * value
     if step.takes_tensor:
         return _with_tensor(acc, step, _broadcastable(next(tensors), step).to(acc.dtype))
     if kind == "gelu":

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import ClassVar
 
 from ...core.candidate import Candidate, Illegal
+from ...core.epilogue import GATES
 from ...core.problem import Problem
 from ...core.target import Target
 from ..gpu.artifact import Header, encode_kernel
@@ -30,7 +31,7 @@ class CudaBackend(GpuBackend):
 
     name = space.NAME
     shared_layouts = ("triton",)  # int4 weights
-    takes_norms = True
+    special_steps = frozenset({"rms_norm", *GATES})
     missing = MISSING
     templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 

@@ -6,7 +6,7 @@ import ctypes
 import math
 from dataclasses import dataclass
 
-from ...core.epilogue import Step
+from ...core.epilogue import GATES, Step
 from ...core.problem import Problem
 from ..gpu.rules import MAX_STEPS, float_at, step_constants
 
@@ -22,7 +22,7 @@ class Vector:
 
     name: the name of its pointer. type: the type of its elements. axis: ``row``, ``col`` or ``tensor``. count: elements
     that a group of ``threads`` stores, beginning at ``offset``. integer: whether it is used before integer sums become
-    floats.
+    floats. gated: whether the tile's columns are some of the left half of B's, then as many of the right half.
     """
 
     name: str
@@ -32,14 +32,30 @@ class Vector:
     threads: int
     offset: int
     integer: bool
+    gated: bool = False
 
     def load_statement(self, index: int) -> str:
         first, last = {"row": ("top", "M - 1"), "col": ("n0", "N - 1")}.get(self.axis, ("0", "0"))
-        type_ = f"Ahead<{self.type}, {self.count}, {self.threads}>"
-        return f"const {type_} ahead{index}({self.name}, {first}, {last}, member);"
+        if not self._in_halves:
+            return f"const {self._ahead(self.count)} ahead{index}({self.name}, {first}, {last}, member);"
+        return (
+            f"const {self._ahead(self.count // 2)} ahead{index}({self.name}, n0, N / 2 - 1, member), "
+            f"ahead{index}_right({self.name}, N / 2 + n0, N - 1, member);"
+        )
 
     def store_statement(self, index: int) -> str:
-        return f"ahead{index}.{'integers' if self.integer else 'numbers'}(kept + {self.offset}, member);"
+        store = "integers" if self.integer else "numbers"
+        statement = f"ahead{index}.{store}(kept + {self.offset}, member);"
+        if self._in_halves:
+            statement += f" ahead{index}_right.{store}(kept + {self.offset + self.count // 2}, member);"
+        return statement
+
+    @property
+    def _in_halves(self) -> bool:
+        return self.gated and self.axis == "col"
+
+    def _ahead(self, count: int) -> str:
+        return f"Ahead<{self.type}, {count}, {self.threads}>"
 
     def expression(self) -> str:
         at = {"row": " + y", "col": " + x"}.get(self.axis, "")
@@ -60,7 +76,7 @@ def epilogue_vectors(problem: Problem, rows: int, columns: int, threads: int) ->
     offset = 0
     for name, dtype, axis, integer in loaded:
         count = {"row": rows, "col": columns}.get(axis, 1)
-        vectors[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer)
+        vectors[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer, problem.gate is not None)
         offset += count
     return vectors
 
@@ -85,8 +101,8 @@ def result_is_int(problem: Problem) -> bool:
 
 
 def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
-    """Return the statements that compute an element's result, which is then rounded once and stored, from its
-    ``sum``. (A norm is in front of the product: skinny.cu has it.)"""
+    """Return the statements that compute an element's result from its ``sum``. It is then rounded once and stored, or
+    is one factor of a gate. (Norms, which are in front of the product, and gates are parts of skinny.cu.)"""
     lines, name = [], "sum"
     float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):
@@ -95,11 +111,17 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
         if index == float_index:
             lines.append("float value = (float)sum;")
             name = "value"
-        if step is not None and step.kind != "rms_norm":
+        if step is not None and step.kind != "rms_norm" and step.kind not in GATES:
             integer = problem.family == "int_mm" and name == "sum"
             lines += _step(step, index, name, integer, vectors.get(f"t{index}"))
     lines.append(f"return {name};")
     return lines
+
+
+def gate_statements(problem: Problem) -> list[str]:
+    """Return the statements that apply the activation of the Problem's gate to ``gate``."""
+    step = problem.gate
+    return [] if step is None else _step(Step(GATES[step.kind]), 0, "gate", False, None)
 
 
 def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) -> list[str]:

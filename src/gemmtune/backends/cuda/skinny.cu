@@ -9,7 +9,8 @@
 //
 // source.py defines before this text: BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes of an element of
 // A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, NORM (whether A's rows are normalised first,
-// by their root mean square, with EPS and the weight t0); sum_t, mma's accumulator type; MMA, the
+// by their root mean square, with EPS and the weight t0), GATED (whether C is the left half of the product's columns, the gate,
+// times the right half: half of a tile's columns are in either); sum_t, mma's accumulator type; MMA, the
 // instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), c_t, value_t (the type before the rounding
 // to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also writes the epilogue
 // and the loads of its vectors.
@@ -21,6 +22,7 @@ constexpr int CHUNK = 4 * RUN;                       // elements of K in the 64 
 constexpr int LOADS = RUN * WIDTH / 16;              // 16-byte loads of A for these elements
 constexpr int STEP = TURNS * DEPTH;                  // chunks between a warp's iterations
 constexpr int TILE_SIZE = BN * BM;
+constexpr int WIDE = GATED ? BN / 2 : BN;            // columns of C in a tile
 
 struct Chunk {
     uint4 b[2 * R], a[MT][LOADS];
@@ -127,7 +129,8 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     SHARED(Shared, shared);
     const int warp = threadIdx.x / 32, turn = warp / SIDE, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     const int tiles_m = (M + BM - 1) / BM, tile = blockIdx.x / SPLIT, part = blockIdx.x % SPLIT;
-    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * BN, warp_n = warp % SIDE * (BN / SIDE), n1 = n0 + warp_n;
+    const int m0 = tile % tiles_m * BM, n0 = tile / tiles_m * WIDE, warp_n = warp % SIDE * (BN / SIDE);
+    const int end_n = GATED ? N / 2 : N;  // of C's columns
 #if BATCHED
     a_ptr += blockIdx.y * batch_a;
     b_ptr += blockIdx.y * batch_b;
@@ -137,9 +140,15 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     const int begin = (int)((long long)chunks * part / SPLIT), end = (int)((long long)chunks * (part + 1) / SPLIT);
     const int first = begin + turn * DEPTH;
     const char *b_from[2 * R], *a_from[MT];
+    // Return the column of B that is column x of the tile; beyond the last one, it is the last one, whose results are not
+    // stored.
+    auto column_of_b = [&](int x) {
+        const bool right = GATED && x >= WIDE;
+        return min(n0 + (right ? x - WIDE : x), end_n - 1) + (right ? end_n : 0);
+    };
 #pragma unroll
-    for (int i = 0; i < 2 * R; ++i)  // columns beyond N read the last column; their results are not stored
-        b_from[i] = (const char*)b_ptr + (long long)min(n1 + 8 * i + g, N - 1) * ldb * B_BYTES + (long long)first * 64 +
+    for (int i = 0; i < 2 * R; ++i)
+        b_from[i] = (const char*)b_ptr + (long long)column_of_b(warp_n + 8 * i + g) * ldb * B_BYTES + (long long)first * 64 +
                   16 * c;
 #pragma unroll
     for (int i = 0; i < MT; ++i)
@@ -180,7 +189,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         const long long group = (long long)(at * CHUNK / GROUP) * N;
 #pragma unroll
         for (int i = 0; i < 2 * R; ++i) {
-            const long long n = group + min(n1 + 8 * i + g, N - 1);
+            const long long n = group + column_of_b(warp_n + 8 * i + g);
             into.scales[i] = s_ptr[n];
 #if ZERO
             into.zeros[i] = z_ptr[n];
@@ -319,15 +328,14 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #endif
     wait_for_cluster();
 #endif
-    for (int e = TILE_SIZE / SPLIT * part + threadIdx.x; e < TILE_SIZE / SPLIT * (part + 1); e += 32 * WARPS) {
-        const int x = e % BN, y = e / BN, n = n0 + x, m = m0 + y;
-        if (m >= M || n >= N) continue;
+    // Return the result of row y and column x of the tile, which are row m of C and column n of B.
+    auto finish = [&](int x, int y, int m, int n) {
 #if SPLIT > 1
         sum_t sum = 0;
 #pragma unroll
-        for (int i = 0; i < SPLIT; ++i) sum += load_remote(i, shared.block + e);
+        for (int i = 0; i < SPLIT; ++i) sum += load_remote(i, shared.block + y * BN + x);
 #else
-        sum_t sum = sum_warps(e);
+        sum_t sum = sum_warps(y * BN + x);
 #endif
 #if NORM
 #if SPLIT > 1
@@ -339,10 +347,19 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #endif
         sum *= rsqrtf(squared / K + EPS);
 #endif
-        auto finish = [&] {
-            // EPILOGUE
-        };
-        round_to(c_ptr[(long long)m * ldc + n], finish());
+        // EPILOGUE
+    };
+    constexpr int RESULTS = WIDE * BM / SPLIT;  // of a block of the cluster
+    for (int e = RESULTS * part + threadIdx.x; e < RESULTS * (part + 1); e += 32 * WARPS) {
+        const int x = e % WIDE, y = e / WIDE, n = n0 + x, m = m0 + y;
+        if (m >= M || n >= end_n) continue;
+        value_t result = finish(x, y, m, n);
+#if GATED
+        value_t gate = result;
+        // GATE
+        result = gate * finish(x + WIDE, y, m, n + end_n);
+#endif
+        round_to(c_ptr[(long long)m * ldc + n], result);
     }
 #if SPLIT > 1  // a block must not exit while others read its sums
     leave_cluster();

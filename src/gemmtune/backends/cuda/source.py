@@ -30,6 +30,7 @@ from .epilogue import (
     epilogue_statements,
     epilogue_vectors,
     float_literal,
+    gate_statements,
     result_is_int,
     scale_group,
     vector_words,
@@ -105,6 +106,8 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
         text, "KEPT", [vector.store_statement(index) for index, vector in enumerate(vectors.values())]
     )
     text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors))
+    if template == SKINNY:
+        text = _insert_statements(text, "GATE", gate_statements(problem))
     return Source("\n".join(lines) + "\n" + text, tuple(parameters), **launch)
 
 
@@ -184,6 +187,7 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
         "NORM": int(problem.norm is not None),
+        "GATED": int(problem.gate is not None),
         "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
     }
 

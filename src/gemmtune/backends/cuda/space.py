@@ -90,7 +90,7 @@ _MIXED_L2 = 1.6e13
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
-_NO_NORM = "computes no norm in front of the product"
+_PLAIN_STEPS = "computes no norm in front of the product, and no gate behind it"
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -248,8 +248,8 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    if problem.norm is not None:
-        return _NO_NORM
+    if problem.norm is not None or problem.gate is not None:
+        return _PLAIN_STEPS
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
     return ""
@@ -345,8 +345,8 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family != "mixed_mm":
         return f"multiplies by narrower weights; got {problem.family}"
-    if problem.norm is not None:
-        return _NO_NORM
+    if problem.norm is not None or problem.gate is not None:
+        return _PLAIN_STEPS
     most = _MIXED_MAX_ROWS[problem.b.dtype]
     if not _MIXED_MIN_ROWS <= problem.m <= most:
         return f"made for {_MIXED_MIN_ROWS} to {most} rows by {problem.b.dtype} weights; got {problem.m}"

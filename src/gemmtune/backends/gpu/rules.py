@@ -186,7 +186,7 @@ def leading_dimensions(problem: Problem, m: int) -> tuple[int, int, int]:
     """Return the leading dimensions of A, B (packed, if it is int4) and the output, for m rows."""
     a, b, out = problem.a.layout, problem.b.layout, problem.out
     ldb = problem.k // 2 if problem.b.dtype == "int4" else leading_dimension(b.ld, b.order, problem.k, problem.n)
-    return leading_dimension(a.ld, a.order, m, problem.k), ldb, leading_dimension(out.ld, out.order, m, problem.n)
+    return leading_dimension(a.ld, a.order, m, problem.k), ldb, leading_dimension(out.ld, out.order, m, problem.columns)
 
 
 def aligned_leads(problem: Problem) -> tuple[bool, bool, bool]:
@@ -200,7 +200,7 @@ def aligned_leads(problem: Problem) -> tuple[bool, bool, bool]:
         if a.layout.order == "row"
         else 0,
         leading_dimension(b.layout.ld, b.layout.order, stored_k, problem.n) * b_bits,
-        leading_dimension(out.ld, out.order, problem.m, problem.n) * bits(problem.out_dtype),
+        leading_dimension(out.ld, out.order, problem.m, problem.columns) * bits(problem.out_dtype),
     )
     a_ok, b_ok, out_ok = (size % (8 * ALIGN) == 0 for size in sizes)
     # Where A's columns are contiguous, its leading dimension depends on M, which is not fixed in a Plan.
