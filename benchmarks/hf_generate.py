@@ -1,12 +1,13 @@
 """Generate with models of transformers, unchanged, eagerly and under ``torch.compile(backend="gemmtune")``.
 
     python benchmarks/hf_generate.py                     Llama, Qwen2, Mixtral; small configurations, random weights
-    python benchmarks/hf_generate.py --device cuda --models llama --size large --dtype bf16
+    python benchmarks/hf_generate.py --device cuda --size large --dtype bf16 --mode reduce-overhead
 
 Each model generates greedily with a static cache. Its ``forward`` is compiled; ``generate`` is transformers' own. The
 tokens must be those of the eager model: in fp32 all of them; in bf16 a fused form rounds less often, and a token may
 differ where two logits are closer than a rounding, after which the texts go apart. So the benchmark also counts equal
-tokens up to the first difference, and compares the logits of one decode step. It needs transformers.
+tokens up to the first difference. ``--emulate`` keeps the roundings of eager PyTorch under both compilers
+(``emulate_precision_casts``). It needs transformers.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import time
 from typing import Any
 
 import torch
+import torch._inductor.config as inductor_config
 import transformers
 from harness import Spread, paired_ratios, write_results
 from torch import Tensor
@@ -66,14 +68,18 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         models[backend] = copy.deepcopy(eager)
         forward = models[backend].forward
         if backend == "gemmtune":
-            models[backend].forward = gemmtune.compile(forward, options={"budget": options.budget})
+            own = {"budget": options.budget, "emulate_precision_casts": options.emulate}
+            models[backend].forward = gemmtune.compile(forward, mode=options.mode, options=own)
         else:
-            models[backend].forward = torch.compile(forward)
+            mode = "max-autotune" if backend == "max-autotune" else options.mode
+            models[backend].forward = torch.compile(forward, mode=mode)
     prompt = torch.randint(1, 1000, (1, 7), device=options.device)
     tokens, times = {}, {}
     for each, model in models.items():
+        start = time.perf_counter()
         tokens[each] = generate(model, prompt, options.tokens)
         times[each] = []
+        print(f"{name} {each}: first {options.tokens} tokens after {time.perf_counter() - start:.0f} s", flush=True)
     for _ in range(options.rounds):
         for each, model in models.items():
             start = time.perf_counter()
@@ -106,9 +112,11 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--tokens", type=int, default=24)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--mode", help="of torch.compile, for both compilers")
+    parser.add_argument("--emulate", action="store_true", help="keep the roundings of eager PyTorch")
     parser.add_argument("--budget", type=float, default=1.0, help="seconds to tune a Problem [1]")
     options = parser.parse_args()
-    with torch.no_grad():
+    with torch.no_grad(), inductor_config.patch(emulate_precision_casts=options.emulate):
         rows = [measure(name, options) for name in options.models.split(",")]
     write_results("hf-generate", rows, command=vars(options), transformers=transformers.__version__)
 
