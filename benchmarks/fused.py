@@ -175,10 +175,8 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     made, start, path = time.strftime("%Y%m%d-%H%M%S", time.gmtime()), time.perf_counter(), None
     weights = [tuple(map(int, w.split("x"))) for w in (options.weights or WEIGHTS[options.device]).split(",")]
-    cases = [
-        (form, k, n, int(m))
-        for m in (options.m or SIZES[options.device]).split(",") for k, n in weights for form in options.forms.split(",")
-    ]  # fmt: skip
+    sizes, forms = (options.m or SIZES[options.device]).split(","), options.forms.split(",")
+    cases = [(form, k, n, int(m)) for m in sizes for k, n in weights for form in forms]
     for case in cases:
         if time.perf_counter() - start > options.seconds:
             print("the time is over")
