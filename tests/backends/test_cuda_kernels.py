@@ -350,7 +350,25 @@ WRONG_STATEMENTS: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
         "slab", replace(build(20, 64, 128, "bf16"), epilogue=BIAS), {}, "min(first + min(thread", "min(min(thread",
     ),
     "one row's scale serves all": (
-        "skinny", fp8_problem(5, 32, 128), {}, "const int x = e % BN, y = e / BN", "const int x = e % BN, y = 0 * e",
+        "skinny", fp8_problem(5, 32, 128), {}, "const int x = e % WIDE, y = e / WIDE",
+        "const int x = e % WIDE, y = 0 * e",
+    ),
+    "a norm leaves out the squares of the cluster's first block": (
+        "skinny", replace(build(2, 32, 512, "bf16"), epilogue=(NORM,)), {"split": 2}, "squared += load_remote",
+        "squared = load_remote",
+    ),
+    "the first of a norm's weights serve all of K": (
+        "skinny", replace(build(2, 32, 512, "bf16"), epilogue=(NORM,)), {"warps": 4, "depth": 1},
+        "weights_from += STEP * CHUNK * WIDTH", "weights_from += 0",
+    ),
+    "a gate multiplies its own columns": (
+        "skinny", replace(build(2, 32, 512, "bf16"), epilogue=(Step("swiglu"),)), {}, "gate * finish(x + WIDE, y, m",
+        "gate * finish(x, y, m",
+    ),
+    "the right half's scales are those of the left": (
+        "skinny", replace(weight_only_problem(2, 64, 512), epilogue=(Step("swiglu"),)), {},
+        "Ahead(const T* from, int first, int last, int thread) {",
+        "Ahead(const T* from, int, int last, int thread) { int first = 0;",
     ),
     "the last scales of a wide tile are not there": (
         "mixed", weight_only_problem(17, 70, 128), {"bn": 128, "bm": 24},

@@ -1,10 +1,10 @@
-"""Products in an ATen graph, as Problems: mm, addmm, bmm, _int_mm, _scaled_mm, and products by int8 weights."""
+"""Products in an ATen graph, as Problems: mm, addmm, bmm, _int_mm, _scaled_mm, and products by int8 and fp8 weights."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -157,7 +157,7 @@ def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constan
     _require_float(x)
     weight = _weight_of(b, constants)
     own, aux = _bias(bias, value)
-    if weight is not None and _converted_int8(weight) is None:
+    if weight is not None:
         stored = meta_tensor(weight)
         assert stored is not None
         if not stored.is_contiguous():
@@ -210,7 +210,7 @@ def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], t
 
 def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
-    return _by_int8_weight(node, constants) or _linear(node, a, b, None, constants)
+    return _by_narrow_weight(node, constants) or _linear(node, a, b, None, constants)
 
 
 def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
@@ -288,61 +288,109 @@ def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     return Product(node, given["mat1"], (weight,), "linear", describe, rows, columns, (), aux, parts)
 
 
-def _converted_int8(node: fx.Node) -> fx.Node | None:
-    """Return the int8 tensor of which a node is the conversion to a floating dtype."""
+_NARROW = (torch.int8, torch.float8_e4m3fn)
+
+
+def _widened(node: fx.Node) -> fx.Node | None:
+    """Return the int8 or fp8 tensor of which a node is the conversion to a floating dtype."""
     if not is_call(node, CONVERT, aten._to_copy.default) or not isinstance(node.args[0], fx.Node):
         return None
     value = value_of(node.args[0])
-    return node.args[0] if value is not None and value.dtype is torch.int8 else None
+    return node.args[0] if value is not None and value.dtype in _NARROW else None
 
 
-def _int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> tuple[fx.Node, fx.Node | None] | None:
-    """Return the constant int8 weight [N, K] of a dequantized one and its scale's node, or None for the scale if the
-    product is multiplied by it afterwards; None if the node is no dequantized weight."""
-    raw = _converted_int8(node)
-    if raw is not None:
-        return (raw, None) if raw in constants else None
-    if not is_call(node, aten.mul.Tensor):
-        return None
-    first, second = node.args[:2]
-    for converted, scale in ((first, second), (second, first)):
-        raw = _converted_int8(converted) if isinstance(converted, fx.Node) else None
-        if raw is None or raw not in constants or not isinstance(scale, fx.Node):
+def _without_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
+    """Return the matrix of which a node is a view or a conversion between floating dtypes, and whether the node is its
+    transpose."""
+    transposed = False
+    while True:
+        source = transposed_source(node)
+        converted = node.args[0] if is_call(node, CONVERT, aten._to_copy.default) else None
+        if source is not None:
+            node, transposed = source, not transposed
+        elif isinstance(converted, fx.Node) and _is_float(converted) and _is_float(node):
+            node = converted
+        else:
+            return node, transposed
+
+
+def _is_float(node: fx.Node) -> bool:
+    value = value_of(node)
+    return value is not None and value.dtype in _FLOATS
+
+
+def _constant_vector(node: fx.Node, constants: Collection[fx.Node], size: int) -> fx.Node | None:
+    """Return the constant tensor of ``size`` elements of which a node is a view or a conversion between floating
+    dtypes."""
+    before = None
+    while node is not before:
+        before = node
+        node = without_views(_without_transposes(node)[0])
+    value = meta_tensor(node)
+    return node if node in constants and value is not None and value.numel() == size else None
+
+
+class _Narrow(NamedTuple):
+    """A dequantised weight: data [N, K], constant, and the node of its scales, if they are applied before the
+    product."""
+
+    data: fx.Node
+    scale: fx.Node | None
+
+
+def _narrow_weight(b: fx.Node, constants: Collection[fx.Node]) -> _Narrow | None:
+    """Return the weight of which b [K, N] is the dequantised transpose; None if b is no such node.
+
+    A weight is converted, and perhaps multiplied by the scales of its output channels, before or after it is
+    transposed, as gpt-fast and torchao do.
+    """
+    dequantized, transposed = _without_transposes(b)
+    factors: list[tuple[fx.Node, fx.Node | None]] = [(dequantized, None)]
+    if is_call(dequantized, aten.mul.Tensor):
+        first, second = dequantized.args[:2]
+        both = isinstance(first, fx.Node) and isinstance(second, fx.Node)
+        factors = [(first, second), (second, first)] if both else []  # type: ignore[list-item]
+    for factor, scale in factors:
+        widened, outer = _without_transposes(factor)
+        raw = _widened(widened)
+        if raw is None:
             continue
-        value, weight = meta_tensor(scale), meta_tensor(raw)
-        if value is not None and weight is not None and tuple(value.shape) == (weight.shape[0], 1):
-            return raw, scale
+        data, inner = _without_transposes(raw)
+        if data not in constants or not transposed ^ outer ^ inner:
+            continue
+        n = _sizes(data)[0]
+        if scale is None or list(_sizes(scale)) == ([n, 1] if transposed else [1, n]):
+            return _Narrow(data, scale)
     return None
 
 
-def _by_int8_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
-    """Return the Product of mm(a, dequantized.t()) by an int8 weight with a scale per output channel."""
+def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+    """Return the Product of mm(a, b) by a dequantised weight with a scale per output channel; None where b is none."""
     a, b = _arguments(node)[:2]
-    dequantized = transposed_source(b)
-    found = None if dequantized is None else _int8_weight(dequantized, constants)
+    found = _narrow_weight(b, constants)
     x, value = meta_tensor(a), value_of(node)
     if found is None or x is None or value is None:
         return None
-    raw, scale = found
-    stored = meta_tensor(raw)
+    stored = meta_tensor(found.data)
     assert stored is not None
-    columns, fixed, chain = stored.shape[0], 0, links(node, stored.shape[0])
+    columns, fixed, scale = stored.shape[0], 0, found.scale
     if scale is None:  # linear(x, w.to(x.dtype)) * scale
+        chain = links(node, columns)
         position = next((i for i, link in enumerate(chain) if link.steps), None)
         link = None if position is None else chain[position]
         if link is None or link.aux is None or link.steps[-1].step.kind != "scale":
             return None  # scales of rows have another number of elements, and are refused below
         scale, fixed = link.aux, int(position or 0) + 1
-    scale = without_views(scale)
-    vector = meta_tensor(scale)
-    if scale not in constants or vector is None or vector.numel() != columns or not stored.is_contiguous():
+    scale = _constant_vector(scale, constants, columns)
+    vector = None if scale is None else meta_tensor(scale)
+    if scale is None or vector is None or not stored.is_contiguous():
         return None
     weight = quant_weight(stored.t(), vector.reshape(-1), None, 8, None, stored.shape[1])
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, list(steps), constant=True).problem
 
-    product = Product(node, a, (raw, scale), "weight_only", describe, value.shape[0], columns)
+    product = Product(node, a, (found.data, scale), "weight_only", describe, value.shape[0], columns)
     product.fixed = fixed
     return product
 
