@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx
 
 from gemmtune.inductor import hooks, plan_graph
+from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.options import Options
 from helpers.graphs import prefer, run_pass, trace
@@ -405,6 +406,12 @@ def test_products_of_one_input_are_one(name: str, monkeypatch: pytest.MonkeyPatc
     (node,) = run_pass(monkeypatch, module, constants)
     assert json.loads(node.args[2])["problem"]["n"] == 64  # type: ignore[arg-type]
     assert_same(module, function, *args)
+
+
+def test_products_that_pytorch_serves_are_not_merged_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_graph, "cost_of", lambda problem, device: Cost(1e-3 * problem.n**0.5, beats_torch=False))
+    module = trace(MERGED["q, k"][0], WIDE, W, V)
+    assert not run_pass(monkeypatch, module, constants=(1, 2))
 
 
 def test_fp8_products_are_merged_with_the_scales_of_their_columns(monkeypatch: pytest.MonkeyPatch) -> None:

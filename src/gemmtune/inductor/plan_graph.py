@@ -16,6 +16,7 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import fx
 
+from ..core.devices import is_host
 from ..core.problem import Problem
 from .costs import cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
 from .graph_call import GraphCall
@@ -190,7 +191,9 @@ class GraphPlan:
             return None
         call, device = merged_call(group), device_of(group[0])
         cost = cost_of(call.problem, device)
-        if cost is None:
+        # On a CPU, PyTorch's operator takes as long for one product as for its parts; their times, which were measured
+        # one after the other, differ by the host's noise.
+        if cost is None or (is_host(device.type) and not cost.beats_torch):
             return None
         lost = self._saved_alone(group, alone)
         total = sum(alone[id(product)].seconds for product in group)
