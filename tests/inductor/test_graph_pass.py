@@ -15,9 +15,10 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx
 
-from gemmtune.inductor import hooks, plan_graph
+from gemmtune.inductor import graph_pass, hooks, plan_graph
 from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
+from gemmtune.inductor.graph_report import GraphReport
 from gemmtune.inductor.options import Options
 from helpers.graphs import prefer, run_pass, trace
 
@@ -304,6 +305,26 @@ def test_two_products_and_the_gate_between_them_are_one(
         node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.rsqrt.default) for node in module.graph.nodes
     )
     assert_same(module, block, *args)
+
+
+def test_report_names_the_nodes_of_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, u: Tensor, down: Tensor, gain: Tensor) -> Tensor:
+        h = model_norm(x, gain)
+        return F.linear(F.silu(F.linear(h, w)) * F.linear(h, u), down)
+
+    module = trace(block, X, W, U, DOWN, GAIN)
+    graph, reports = module.graph, list[GraphReport]()
+    monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
+    ProductPass(Options(policy="cached"), on_report=lambda _, report: reports.append(report))(graph)
+    (report,) = reports
+    assert report.summary.endswith("2 with the norm in front of them, 2 in gates")
+    gate, up, down = report.products
+    assert (gate.normed, gate.gated, down.normed, down.gated) == (True, True, False, False)
+    assert gate.nodes[0] == up.nodes[0] != gate.nodes[1] == "mm"
+    assert len(up.nodes) == 2
+    assert gate.nodes[-1].startswith("mul")
 
 
 def test_gate_of_int8_weights(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -105,8 +105,9 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     problem, cost = form.call.problem, cost_of(form.call.problem, device)
     name: FormName = "merged" if len(form.products) > 1 else "fused" if form.length > product.fixed else "alone"
     kernel = "" if cost is None else cost.kernel
+    length = form.length if product is form.products[0] else product.fixed
     return ProductReport(
-        _nodes(product, form.length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
+        _nodes(product, length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
         _ratio(problem.key, kernel, device, RUNTIME.generation), normed=form.normed,
         gated=form.gated,
     )  # fmt: skip

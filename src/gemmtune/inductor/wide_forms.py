@@ -61,7 +61,8 @@ class WideForm(NamedTuple):
         return first.end(self.length) if self.length > first.fixed else None
 
     def has_rows_in(self, stored: Collection[fx.Node]) -> bool:
-        """Whether the graph stores the rows that the kernel reads. stored: the results of products that it stores."""
+        """Whether the graph stores the rows whose norm the kernel computes, if it computes one. stored: the results of
+        products that it stores."""
         norm = self.products[0].norm if self.normed else None
         if norm is None:
             return True
