@@ -222,6 +222,7 @@ class Step:
             self.seconds = time.perf_counter() - start
             return
         stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the weights and the tokens
         with torch.cuda.stream(stream):
             for _ in range(3):
                 run(tokens, at)

@@ -67,6 +67,7 @@ def capture(model: nn.Module, x: Tensor, budget: float | None = 1.0) -> tuple[to
     options = {"budget": budget, "store": MemoryStore()}
     compiled = gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options)
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
     with torch.no_grad(), torch.cuda.stream(stream):
         for _ in range(2):
             compiled(x)
