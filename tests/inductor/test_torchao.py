@@ -64,6 +64,15 @@ def test_quantised_linears_are_problems_of_constant_weights(name: str) -> None:
         assert ":const" in product.key
 
 
+@pytest.mark.parametrize("name", ["int8 weights", "float8 weights"])
+def test_linears_keep_the_roundings_of_torchao_if_asked_for(name: str) -> None:
+    """Problems have the scales in float32, which torchao rounds to the activations' dtype."""
+    options = {"store": MemoryStore(), "emulate_precision_casts": True}
+    (report,) = gemmtune.inductor.explain(quantised(name), torch.randn(3, 64).bfloat16(), options=options)
+    assert not report.products
+    assert {reason for _, reason in report.unmatched} == {"eager PyTorch rounds the dequantised weight or its scales"}
+
+
 @pytest.mark.parametrize("merged", [False, True])
 @pytest.mark.parametrize("name", CONFIGS)
 def test_compiled_linears_compute_what_torchao_does(name: str, merged: bool, monkeypatch: pytest.MonkeyPatch) -> None:

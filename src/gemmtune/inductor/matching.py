@@ -40,6 +40,7 @@ class Product:
     their tensors. aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
     after the other. chain: the operations that follow (``epilogues.links``). fixed: how many of them, the first ones,
     belong to the Problem in any case. norm: the norm whose result ``a`` is, if the kernel may compute it.
+    rounds_weight: whether eager PyTorch rounds a dequantised weight, or its scales, where the Problem does not.
     """
 
     node: fx.Node
@@ -55,6 +56,7 @@ class Product:
     chain: list[Link] = dataclasses.field(default_factory=list)
     fixed: int = 0
     norm: Norm | None = None
+    rounds_weight: bool = False
     _problems: dict[int, Problem] = dataclasses.field(default_factory=dict)
 
     @property
@@ -118,6 +120,8 @@ def find_products(
             continue
         try:
             product = _MATCHERS[node.target](node, constants)
+            if emulate and product.rounds_weight:
+                raise NoProblemError("eager PyTorch rounds the dequantised weight or its scales")
             if node.target is not aten.bmm.default:  # Problems of batched products have no epilogue here
                 product.chain = links(node, product.columns, emulate=emulate)
             product.problem(product.fixed)
@@ -381,10 +385,12 @@ def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product 
         if link is None or link.aux is None or link.steps[-1].step.kind != "scale":
             return None  # scales of rows have another number of elements, and are refused below
         scale, fixed = link.aux, int(position or 0) + 1
-    scale = _constant_vector(scale, constants, columns)
+    applied, scale = scale, _constant_vector(scale, constants, columns)
     vector = None if scale is None else meta_tensor(scale)
     if scale is None or vector is None or not stored.is_contiguous():
         return None
+    value_applied = value_of(applied)
+    rounds_scale = value_applied is None or value_applied.dtype != vector.dtype
     weight = quant_weight(stored.t(), vector.reshape(-1), None, 8, None, stored.shape[1])
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
@@ -392,6 +398,7 @@ def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product 
 
     product = Product(node, a, (found.data, scale), "weight_only", describe, value.shape[0], columns)
     product.fixed = fixed
+    product.rounds_weight = found.scale is not None or rounds_scale
     return product
 
 
