@@ -494,21 +494,25 @@ def test_empty_products_and_other_dtypes_stay(monkeypatch: pytest.MonkeyPatch) -
         assert run_pass(monkeypatch, trace(torch.mm, a, b), constants=(1,)) == []
 
 
-Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
+Operation = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
 OPERATIONS: list[Operation] = [
-    lambda x, w, r: F.linear(x, w),
-    lambda x, w, r: F.linear(x, w, r[0]),
-    lambda x, w, r: x @ w,
-    lambda x, w, r: F.gelu(F.linear(x, w)),
-    lambda x, w, r: F.silu(F.linear(x, w)) * F.linear(x, w.t().contiguous()),
-    lambda x, w, r: x + F.linear(x, w),
-    lambda x, w, r: F.relu(F.linear(x, w, r[0])) + r[1],
-    lambda x, w, r: F.linear(x, w) * F.linear(x, w * 0.5),
-    lambda x, w, r: F.rms_norm(x, (16,)),
-    lambda x, w, r: x.view(2, -1, 16).transpose(0, 1).reshape(-1, 16),
-    lambda x, w, r: F.linear(x, w).mul_(0.5).add_(r[0]),
-    lambda x, w, r: torch.softmax(x, -1) @ w.t(),
-    lambda x, w, r: torch.cat([F.linear(x, w[:8]), F.linear(x, w[8:])], -1),
+    lambda x, w, v, r: F.linear(x, w),
+    lambda x, w, v, r: F.linear(x, w, r[0]),
+    lambda x, w, v, r: x @ w,
+    lambda x, w, v, r: F.gelu(F.linear(x, w)),
+    lambda x, w, v, r: F.silu(F.linear(x, w)) * F.linear(x, w.t().contiguous()),
+    lambda x, w, v, r: x + F.linear(x, w),
+    lambda x, w, v, r: F.relu(F.linear(x, w, r[0])) + r[1],
+    lambda x, w, v, r: F.linear(x, w) * F.linear(x, w * 0.5),
+    lambda x, w, v, r: F.rms_norm(x, (16,)),
+    lambda x, w, v, r: x.view(2, -1, 16).transpose(0, 1).reshape(-1, 16),
+    lambda x, w, v, r: F.linear(x, w).mul_(0.5).add_(r[0]),
+    lambda x, w, v, r: torch.softmax(x, -1) @ w.t(),
+    lambda x, w, v, r: torch.cat([F.linear(x, w[:8]), F.linear(x, w[8:])], -1),
+    lambda x, w, v, r: model_norm(x, r[1]),
+    lambda x, w, v, r: x + F.linear(torch_norm(x, r[1]), w, r[0]),
+    lambda x, w, v, r: F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w),
+    lambda x, w, v, r: F.linear(F.gelu(F.linear(h := model_norm(x, r[1]), w)) * F.linear(h, v), w),
 ]
 
 
@@ -521,21 +525,25 @@ EXAMPLES = int(os.environ.get("GEMMTUNE_RANDOM_GRAPHS", "120"))
     rows=st.sampled_from([2, 4, 6]),
     fused=st.booleans(),
     merged=st.booleans(),
+    wide=st.booleans(),
     constant=st.booleans(),
 )
 def test_random_graphs_compute_the_same(
-    chosen: list[int], rows: int, fused: bool, merged: bool, constant: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+    chosen: list[int], rows: int, fused: bool, merged: bool, wide: bool, constant: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
     generator = torch.Generator().manual_seed(len(chosen))
-    x, w, r = (torch.randn(*shape, generator=generator) / 3 for shape in ((rows, 16), (16, 16), (2, 16)))
+    shapes = ((rows, 16), (16, 16), (16, 16), (2, 16))
+    x, w, v, r = (torch.randn(*shape, generator=generator) / 3 for shape in shapes)
 
-    def function(x: Tensor, w: Tensor, r: Tensor) -> Tensor:
+    def function(x: Tensor, w: Tensor, v: Tensor, r: Tensor) -> Tensor:
         for index in chosen:
-            x = torch.tanh(OPERATIONS[index](x, w, r)) if index % 2 else OPERATIONS[index](x, w, r)
+            x = torch.tanh(OPERATIONS[index](x, w, v, r)) if index % 2 else OPERATIONS[index](x, w, v, r)
         return x
 
     with monkeypatch.context() as patch:
         prefer(patch, fused=fused, merged=merged)
-        module = trace(function, x, w, r)
-        run_pass(patch, module, constants=(1, 2) if constant else ())
-        torch.testing.assert_close(module(x, w, r), function(x, w, r), rtol=1e-4, atol=1e-4)
+        patch.setattr(plan_graph, "has_own_kernels", lambda problem, device: wide)
+        module = trace(function, x, w, v, r)
+        run_pass(patch, module, constants=(1, 2, 3) if constant else ())
+        torch.testing.assert_close(module(x, w, v, r), function(x, w, v, r), rtol=1e-4, atol=1e-4)
