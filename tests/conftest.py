@@ -25,6 +25,17 @@ def own_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Memor
 
 
 @pytest.fixture
+def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Compile in the test's own cache directory, and without a graph of an earlier test."""
+    import torch._dynamo  # here, since most tests compile nothing
+
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+@pytest.fixture
 def verified(monkeypatch: pytest.MonkeyPatch) -> None:
     """Skip the verification of untuned kernels, for tests that count runs or simulate devices."""
     monkeypatch.setattr(RUNTIME, "verify_hook", lambda *_: Verdict("exact"))

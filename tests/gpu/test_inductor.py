@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -16,7 +15,7 @@ from gemmtune.backends.gpu import driver
 from gemmtune.inductor import plan_graph
 from gemmtune.store import MemoryStore
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 
 WIDTH, INNER, LAYERS = 1024, 2816, 3
 
@@ -46,14 +45,6 @@ class Layer(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         h = self.norm(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def make_model(make: Callable[[nn.Linear], nn.Module] = lambda linear: linear) -> nn.Module:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -18,6 +17,8 @@ from helpers.graphs import prefer
 
 pytest.importorskip("torchao", reason="pip install torchao")
 from torchao import quantization as ao
+
+pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
 CONFIGS: dict[str, tuple[Callable[[], Any], str, str]] = {
     "int8 weights": (ao.Int8WeightOnlyConfig, "mixed_mm", "int8"),
@@ -35,14 +36,6 @@ class Mlp(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-@pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 def quantised(name: str) -> nn.Module:

@@ -24,7 +24,7 @@ _READ_S = {True: 0.0, False: 1e-6}
 
 
 # A norm's kernel that Inductor need not launch, without its memory traffic. On an H100, seven norms that products
-# computed saved 20 us of a decode step in bfloat16, although each product took 1.1 us longer, and 98 us with int8
+# computed saved 20 us of a decode step in bfloat16, although each product took 1.5 us longer, and 98 us with int8
 # weights (benchmarks/results/e2e-gpu-norms-h100-20261126.txt): a norm's few loads wait behind the early ones of the
 # product behind it.
 _NORM_S = {True: 1e-6, False: 4e-6}

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from .. import fuse
 from ..fuse import BoundStep
-from .nodes import CONVERT, aten, is_call, is_view, meta_tensor, value_of
+from .nodes import CONVERT, FLOATS, aten, is_call, is_floating, is_view, meta_tensor, value_of
 
 _LOW = (torch.bfloat16, torch.float16)
 
@@ -65,7 +65,7 @@ def _next(current: fx.Node, columns: int) -> Link | None:
         if is_view(user) and user.args[0] is current:
             return Link((), None, user) if _keeps_rows(user, columns) else None
         if is_call(user, CONVERT):
-            return Link((), None, user) if _is_floating(user) else None
+            return Link((), None, user) if is_floating(user) else None
         return _simple(user, current, columns)
     return _silu(current) or _gelu(current)
 
@@ -75,14 +75,9 @@ def _keeps_rows(node: fx.Node, columns: int) -> bool:
     return value is not None and value.dim() > 0 and isinstance(value.shape[-1], int) and value.shape[-1] == columns
 
 
-def _is_floating(node: fx.Node) -> bool:
-    value = value_of(node)
-    return value is not None and value.dtype in (torch.float32, *_LOW)
-
-
 def _simple(user: fx.Node, current: fx.Node, columns: int) -> Link | None:
     """Return the Link of an operation with one other operand at most."""
-    if not _is_floating(user):
+    if not is_floating(user):
         return None
     if is_call(user, aten.relu.default):
         return Link((fuse.relu(),), None, user)
@@ -112,7 +107,7 @@ def _epilogue_tensor(other: fx.Node, current: fx.Node, columns: int) -> Tensor |
     value, beside, tensor = value_of(other), value_of(current), meta_tensor(other)
     if value is None or beside is None or tensor is None or value.device != beside.device:
         return None
-    if tensor.dtype not in (torch.float32, *_LOW):
+    if tensor.dtype not in FLOATS:
         return None
     if tuple(value.shape) == tuple(beside.shape):
         return torch.empty(tensor.numel() // columns, columns, dtype=tensor.dtype, device="meta")

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Collection, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import torch
 from torch import Tensor, fx
 
 from .. import fuse
@@ -20,12 +19,21 @@ from ..ops.mixed_mm import describe_product, quant_weight
 from ..ops.mm import describe as describe_mm
 from ..ops.operands import dtype_name
 from ..ops.scaled_mm import describe as describe_scaled_mm
+from .dequantized import constant_vector, dequantized_weight
 from .epilogues import Link, links
 from .graph_call import Form, GraphCall
-from .nodes import CONVERT, aten, is_call, is_dynamic, meta_tensor, transposed_source, value_of, without_views
+from .nodes import (
+    FLOATS,
+    aten,
+    is_dynamic,
+    meta_tensor,
+    sizes_of,
+    transposed_source,
+    value_of,
+    without_views,
+)
 from .norms import Norm, find_norm
 
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 # A Problem of these arguments: a, b (or what stands for it), the steps.
 Describe = Callable[[Sequence[BoundStep]], Problem]
 
@@ -136,17 +144,12 @@ def find_products(
 def _norm_of_rows(product: Product) -> Norm | None:
     """Return the norm whose normalised rows are those of a product's ``a``."""
     norm = find_norm(product.source)
-    return norm if norm is not None and list(_sizes(norm.weight)) == list(_sizes(product.a)[-1:]) else None
+    return norm if norm is not None and list(sizes_of(norm.weight)) == list(sizes_of(product.a)[-1:]) else None
 
 
 def _is_empty(node: fx.Node) -> bool:
     values = [meta_tensor(arg) for arg in node.args if isinstance(arg, fx.Node)]
     return any(value is None or value.numel() == 0 for value in values)
-
-
-def _sizes(node: Any) -> Sequence[Any]:
-    value = value_of(node)
-    return () if value is None else value.shape
 
 
 def _weight_of(b: fx.Node, constants: Collection[fx.Node]) -> fx.Node | None:
@@ -190,14 +193,14 @@ def _known(a: fx.Node, b: fx.Node, product: fx.Node) -> tuple[Tensor, Tensor, Te
 
 
 def _require_float(x: Tensor) -> None:
-    if x.dtype not in _FLOATS:
-        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, _FLOATS))}; got {dtype_name(x.dtype)}")
+    if x.dtype not in FLOATS:
+        raise NoProblemError(f"multiplies {', '.join(map(dtype_name, FLOATS))}; got {dtype_name(x.dtype)}")
 
 
 def _require_fixed(b: Any) -> None:
     """Raise NoProblemError where a size of b is symbolic."""
-    if is_dynamic(_sizes(b)):
-        raise NoProblemError(f"K or N is symbolic: b is {list(_sizes(b))}")
+    if is_dynamic(sizes_of(b)):
+        raise NoProblemError(f"K or N is symbolic: b is {list(sizes_of(b))}")
 
 
 def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], tuple[fx.Node, ...]]:
@@ -207,14 +210,14 @@ def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], t
     tensor = meta_tensor(bias)
     if tensor is not None and tensor.dim() == 1 and tensor.shape[0] == value.shape[1]:
         return (fuse.bias(tensor),), (bias,)
-    if tensor is not None and tuple(_sizes(bias)) == tuple(value.shape):
+    if tensor is not None and tuple(sizes_of(bias)) == tuple(value.shape):
         return (fuse.add(tensor),), (bias,)
-    raise NoProblemError(f"adds a tensor of shape {list(_sizes(bias))} to a result of {list(value.shape)}")
+    raise NoProblemError(f"adds a tensor of shape {list(sizes_of(bias))} to a result of {list(value.shape)}")
 
 
 def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
-    return _by_narrow_weight(node, constants) or _linear(node, a, b, None, constants)
+    return _by_dequantized_weight(node, constants) or _linear(node, a, b, None, constants)
 
 
 def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
@@ -292,92 +295,16 @@ def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     return Product(node, given["mat1"], (weight,), "linear", describe, rows, columns, (), aux, parts)
 
 
-_NARROW = (torch.int8, torch.float8_e4m3fn)
-
-
-def _widened(node: fx.Node) -> fx.Node | None:
-    """Return the int8 or fp8 tensor of which a node is the conversion to a floating dtype."""
-    if not is_call(node, CONVERT, aten._to_copy.default) or not isinstance(node.args[0], fx.Node):
-        return None
-    value = value_of(node.args[0])
-    return node.args[0] if value is not None and value.dtype in _NARROW else None
-
-
-def _without_transposes(node: fx.Node) -> tuple[fx.Node, bool]:
-    """Return the matrix of which a node is a view or a conversion between floating dtypes, and whether the node is its
-    transpose."""
-    transposed = False
-    while True:
-        source = transposed_source(node)
-        converted = node.args[0] if is_call(node, CONVERT, aten._to_copy.default) else None
-        if source is not None:
-            node, transposed = source, not transposed
-        elif isinstance(converted, fx.Node) and _is_float(converted) and _is_float(node):
-            node = converted
-        else:
-            return node, transposed
-
-
-def _is_float(node: fx.Node) -> bool:
-    value = value_of(node)
-    return value is not None and value.dtype in _FLOATS
-
-
-def _constant_vector(node: fx.Node, constants: Collection[fx.Node], size: int) -> fx.Node | None:
-    """Return the constant tensor of ``size`` elements of which a node is a view or a conversion between floating
-    dtypes."""
-    before = None
-    while node is not before:
-        before = node
-        node = without_views(_without_transposes(node)[0])
-    value = meta_tensor(node)
-    return node if node in constants and value is not None and value.numel() == size else None
-
-
-class _Narrow(NamedTuple):
-    """A dequantised weight: data [N, K], constant, and the node of its scales, if they are applied before the
-    product."""
-
-    data: fx.Node
-    scale: fx.Node | None
-
-
-def _narrow_weight(b: fx.Node, constants: Collection[fx.Node]) -> _Narrow | None:
-    """Return the weight of which b [K, N] is the dequantised transpose; None if b is no such node.
-
-    A weight is converted, and perhaps multiplied by the scales of its output channels, before or after it is
-    transposed, as gpt-fast and torchao do.
-    """
-    dequantized, transposed = _without_transposes(b)
-    factors: list[tuple[fx.Node, fx.Node | None]] = [(dequantized, None)]
-    if is_call(dequantized, aten.mul.Tensor):
-        first, second = dequantized.args[:2]
-        both = isinstance(first, fx.Node) and isinstance(second, fx.Node)
-        factors = [(first, second), (second, first)] if both else []  # type: ignore[list-item]
-    for factor, scale in factors:
-        widened, outer = _without_transposes(factor)
-        raw = _widened(widened)
-        if raw is None:
-            continue
-        data, inner = _without_transposes(raw)
-        if data not in constants or not transposed ^ outer ^ inner:
-            continue
-        n = _sizes(data)[0]
-        if scale is None or list(_sizes(scale)) == ([n, 1] if transposed else [1, n]):
-            return _Narrow(data, scale)
-    return None
-
-
-def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
+def _by_dequantized_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:
     """Return the Product of mm(a, b) by a dequantised weight with a scale per output channel; None where b is none."""
     a, b = _arguments(node)[:2]
-    found = _narrow_weight(b, constants)
+    dequantized = dequantized_weight(b, constants)
     x, value = meta_tensor(a), value_of(node)
-    if found is None or x is None or value is None:
+    if dequantized is None or x is None or value is None:
         return None
-    stored = meta_tensor(found.data)
+    stored = meta_tensor(dequantized.data)
     assert stored is not None
-    columns, fixed, scale = stored.shape[0], 0, found.scale
+    columns, fixed, scale = stored.shape[0], 0, dequantized.scale
     if scale is None:  # linear(x, w.to(x.dtype)) * scale
         chain = links(node, columns)
         position = next((i for i, link in enumerate(chain) if link.steps), None)
@@ -385,7 +312,7 @@ def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product 
         if link is None or link.aux is None or link.steps[-1].step.kind != "scale":
             return None  # scales of rows have another number of elements, and are refused below
         scale, fixed = link.aux, int(position or 0) + 1
-    applied, scale = scale, _constant_vector(scale, constants, columns)
+    applied, scale = scale, constant_vector(scale, constants, columns)
     vector = None if scale is None else meta_tensor(scale)
     if scale is None or vector is None or not stored.is_contiguous():
         return None
@@ -396,9 +323,9 @@ def _by_narrow_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product 
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, list(steps), constant=True).problem
 
-    product = Product(node, a, (found.data, scale), "weight_only", describe, value.shape[0], columns)
+    product = Product(node, a, (dequantized.data, scale), "weight_only", describe, value.shape[0], columns)
     product.fixed = fixed
-    product.rounds_weight = found.scale is not None or rounds_scale
+    product.rounds_weight = dequantized.scale is not None or rounds_scale
     return product
 
 

@@ -22,6 +22,7 @@ EXTERN = (
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
 )  # fmt: skip
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # those of Problems in graphs
 CONVERT = prims.convert_element_type.default
 
 
@@ -44,10 +45,10 @@ def without_views(node: fx.Node) -> fx.Node:
 
 def readers(node: fx.Node) -> set[fx.Node]:
     """Return the nodes that read a node, directly or through views."""
-    found: set[fx.Node] = set()
+    nodes: set[fx.Node] = set()
     for user in node.users:
-        found |= readers(user) if is_view(user) else {user}
-    return found
+        nodes |= readers(user) if is_view(user) else {user}
+    return nodes
 
 
 def feeds_products(node: fx.Node) -> bool:
@@ -55,10 +56,29 @@ def feeds_products(node: fx.Node) -> bool:
     return all(user.op == "output" or is_call(user, *EXTERN) for user in readers(node))
 
 
+def is_floating(node: Any) -> bool:
+    """Whether a node's value is a tensor of one of ``FLOATS``."""
+    value = value_of(node)
+    return value is not None and value.dtype in FLOATS
+
+
+def without_conversions(node: fx.Node) -> fx.Node:
+    """Return the node of which ``node`` is a conversion between floating dtypes; the node itself where it is none."""
+    while is_call(node, CONVERT, aten._to_copy.default) and is_floating(node) and is_floating(node.args[0]):
+        node = node.args[0]  # type: ignore[assignment]
+    return node
+
+
 def value_of(node: Any) -> Tensor | None:
     """Return the fake tensor of a node's value; None if it is no single tensor."""
     value = node.meta.get("val") if isinstance(node, fx.Node) else None
     return value if isinstance(value, Tensor) else None
+
+
+def sizes_of(node: Any) -> Sequence[Any]:
+    """Return the sizes of a node's value, of which some may be symbolic; empty if it is no single tensor."""
+    value = value_of(node)
+    return () if value is None else value.shape
 
 
 def hint(size: Any) -> int | None:

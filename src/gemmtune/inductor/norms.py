@@ -6,11 +6,11 @@ import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-import torch
 from torch import fx
 
 from ..core.epilogue import Step
-from .nodes import CONVERT, aten, is_call, value_of
+from ..ops.operands import dtype_name
+from .nodes import FLOATS, aten, is_call, value_of, without_conversions
 
 
 class Norm(NamedTuple):
@@ -33,34 +33,20 @@ def find_norm(result: fx.Node) -> Norm | None:
     Matched are ``torch.nn.functional.rms_norm``, and the norms of models that convert to float32, normalise, and
     multiply by the weight before or after they convert back.
     """
-    scaled = _before_conversions(result)
+    scaled = without_conversions(result)
     for weight, normed in _factors(scaled):
-        unscaled = _before_conversions(normed)
+        unscaled = without_conversions(normed)
         for wide, factor in _factors(unscaled):
             eps = _eps_of(factor, wide)
-            rows = _before_conversions(wide)
+            rows = without_conversions(wide)
             if eps is None or not _fits(result, rows, weight):
                 continue
             if any(len(node.users) > 1 for node in {scaled, normed, unscaled, factor} - {result}):
                 return None
-            dtype = str(_dtype(result)).removeprefix("torch.")
-            return Norm(result, rows, weight, Step("rms_norm", "inner", dtype, eps))
+            value = value_of(result)
+            assert value is not None
+            return Norm(result, rows, weight, Step("rms_norm", "inner", dtype_name(value.dtype), eps))
     return None
-
-
-_FLOATS = (torch.float32, torch.bfloat16, torch.float16)
-
-
-def _before_conversions(node: fx.Node) -> fx.Node:
-    """Return the node of which a node is a conversion to another floating dtype; the node itself where it is none."""
-    while is_call(node, CONVERT) and isinstance(node.args[0], fx.Node) and _dtype(node.args[0]) in _FLOATS:
-        node = node.args[0]
-    return node
-
-
-def _dtype(node: fx.Node) -> torch.dtype | None:
-    value = value_of(node)
-    return None if value is None else value.dtype
 
 
 def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
@@ -101,4 +87,4 @@ def _fits(result: fx.Node, rows: fx.Node, weight: fx.Node) -> bool:
         return False
     normed, source, factors = values
     shapes_fit = tuple(source.shape) == tuple(normed.shape) and tuple(factors.shape) == tuple(normed.shape[-1:])
-    return shapes_fit and normed.dtype in _FLOATS
+    return shapes_fit and normed.dtype in FLOATS

@@ -64,14 +64,15 @@ class GraphPlan:
         self.products = tuple(products)
         self.groups = merge_groups(products)
         self._ends = {product.end(product.fixed) for product in products}
-        wide = wide_forms(products, self.groups, lambda product: self.fused_length(product) or product.fixed)
+        self._lengths = {id(product): self._fused_length(product) for product in products}
+        wide = wide_forms(products, self.groups, lambda product: self._lengths[id(product)] or product.fixed)
         self._wide = [form for form in wide if has_own_kernels(form.call.problem, device_of(form.products[0]))]
 
     def problems(self) -> dict[tuple[torch.device, Problem], int]:
         """Return the Problems of all forms by device, with the number of products that they stand for."""
         counts: dict[tuple[torch.device, Problem], int] = {}
-        lengths = {id(product): self.fused_length(product) for product in self.products}
-        stored = self._ends | {p.end(length) for p in self.products if (length := lengths[id(p)]) is not None}
+        lengths = ((product, self._lengths[id(product)]) for product in self.products)
+        stored = self._ends | {product.end(length) for product, length in lengths if length is not None}
         widest: dict[frozenset[int], WideForm] = {}  # the others of the same products are not worth their tuning
         for form in self._wide:
             ids = frozenset(map(id, form.products))
@@ -79,7 +80,7 @@ class GraphPlan:
                 widest[ids] = form
         gates = {id(form.products[0]) for form in widest.values() if form.gate is not None}
         for product in self.products:
-            for length in {product.fixed, None if id(product) in gates else lengths[id(product)]}:
+            for length in {product.fixed, None if id(product) in gates else self._lengths[id(product)]}:
                 if length is not None:
                     key = (device_of(product), product.problem(length))
                     counts[key] = counts.get(key, 0) + 1
@@ -91,7 +92,7 @@ class GraphPlan:
             counts[key] = counts.get(key, 0) + 1
         return counts
 
-    def fused_length(self, product: Product) -> int | None:
+    def _fused_length(self, product: Product) -> int | None:
         """Return the length of a product's chain that saves a pointwise kernel, or a read of a residual; None if none
         does."""
         length = product.fixed
@@ -121,8 +122,8 @@ class GraphPlan:
         forms = [*{id(form): form for form in merged.values()}.values(), *(form for form in single if form is not None)]
         stored = self._ends | {form.products[0].end(form.length) for form in forms if len(form.products) == 1}
         for wide in self._cheapest_wide(alone, merged, stored):
-            forms = [form for form in forms if form.products[0] not in wide.products]
-            forms.append(wide)
+            replaced = set(map(id, wide.products))
+            forms = [*(form for form in forms if id(form.products[0]) not in replaced), wide]
         return forms
 
     def _cheapest_wide(
@@ -138,24 +139,23 @@ class GraphPlan:
                 continue
             if not all(id(product) in alone for product in wide.products):
                 continue
-            present = self._present_s(wide, alone, merged)
+            present = self._present_s(wide, call.problem, alone, merged)
             key, saved = frozenset(map(id, wide.products)), present - cost.seconds
             if cost.seconds < _CLEAR * present and saved > best.get(key, (0.0, None))[0]:
                 form = Form(wide.products, call, wide.length, cost.seconds, wide.normed, bool(wide.gate))
                 best[key] = saved, form
         return [form for _, form in best.values()]
 
-    def _present_s(self, wide: WideForm, alone: dict[int, _Alone], merged: dict[int, Form]) -> float:
+    def _present_s(self, wide: WideForm, problem: Problem, alone: dict[int, _Alone], merged: dict[int, Form]) -> float:
         """Return the seconds of the forms that were chosen for a wide form's products, and of Inductor's kernels that
-        the wide form saves."""
-        problem, device = wide.call.problem, device_of(wide.products[0])
-        chosen, end = merged.get(id(wide.products[0])), wide.end
+        the wide form saves. problem: the wide form's."""
+        device, chosen, end = device_of(wide.products[0]), merged.get(id(wide.products[0])), wide.end
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
         if end is not None and all(single.saved is not end for single in singles):
             seconds += pointwise_s(problem, device) if wide.gate else _saved_s(wide.products[0], wide.length)
         for product, single in zip(wide.products, singles, strict=False):
-            length = self.fused_length(product)
+            length = self._lengths[id(product)]
             if single.saved not in (None, end) and length is not None:
                 seconds -= _saved_s(product, length)
         return seconds + (norm_s(problem, device) if wide.normed else 0.0)
@@ -165,7 +165,7 @@ class GraphPlan:
         result: dict[int, _Alone] = {}
         saved: set[fx.Node] = set()
         for product in self.products:
-            device, length = device_of(product), self.fused_length(product)
+            device, length = device_of(product), self._lengths[id(product)]
             plain = cost_of(product.problem(product.fixed), device)
             if plain is None:
                 continue
@@ -203,7 +203,7 @@ class GraphPlan:
         """Return the seconds of Inductor's kernels that the forms of single products save."""
         saved = 0.0
         for product in group:
-            length = self.fused_length(product)
+            length = self._lengths[id(product)]
             if alone[id(product)].saved is not None and length is not None:
                 saved += _saved_s(product, length)
         return saved
