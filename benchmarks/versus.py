@@ -2,13 +2,15 @@
 
     python benchmarks/versus.py ../base --benchmark overhead --rounds 5
     python benchmarks/versus.py ../base --benchmark cpu --script this --rounds 3 --quick --budget 8
+    python benchmarks/versus.py ../base --benchmark h200 --python python3 --rounds 2 --families bf16,fp8 --m 1,64
 
 Create the other checkout with ``git worktree add`` and run ``make install`` in it. In each round both checkouts run the
 benchmark, in random order, each with the gemmtune of its own ``.venv``, its own script and an empty store. With
-``--script this`` both run this checkout's script. A row's value is gemmtune's time over PyTorch's in one process, so
-that a slower host cancels. The table shows the ratio of this checkout's value to the other's (below 1: this one is
-faster): of the medians over rounds, with the least and the greatest ratio of a round. All values are written to
-benchmarks/results/.
+``--script this`` both run this checkout's script. With ``--python PATH`` that interpreter runs both, with the src/ of
+each checkout; then a checkout may be a folder that has no .git, and its name stands for its commit. A row's value is
+gemmtune's time over PyTorch's in one process, so that a slower host cancels. The table shows the ratio of this
+checkout's value to the other's (below 1: this one is faster): of the medians over rounds, with the least and the
+greatest ratio of a round. All values are written to benchmarks/results/.
 """
 
 from __future__ import annotations
@@ -47,23 +49,57 @@ def cpu_values(document: Mapping[str, Any]) -> Values:
     }
 
 
-VALUES: dict[str, Callable[[Mapping[str, Any]], Values]] = {"overhead": overhead_values, "cpu": cpu_values}
+def gpu_overhead_values(document: Mapping[str, Any]) -> Values:
+    """Return the host times of gemmtune's ops in gpu_overhead.py over that of F.linear, and the seconds of problems
+    that the store already has."""
+    medians = {name: statistics.median(values) for name, values in document["rows"].items()}
+    values = {
+        name.replace(", ", " by "): median / medians["F.linear"]
+        for name, median in medians.items()
+        if name.startswith("gemmtune")
+    }
+    return {**values, "stored problems [s]": document["warm_s"]}
 
 
-def run(checkout: Path, script_folder: Path, benchmark: str, arguments: list[str]) -> dict[str, Any]:
-    """Run a benchmark of ``script_folder`` with a checkout's gemmtune; return its raw data. Raises CalledProcessError
-    when it fails."""
+def h200_values(document: Mapping[str, Any]) -> Values:
+    """Return gemmtune's time over the best peer's by shape of h200.py."""
+    return {f"{row['family']} {row['m']}x{row['n']}x{row['k']}": 1.0 / row["speedup"] for row in document["rows"]}
+
+
+VALUES: dict[str, Callable[[Mapping[str, Any]], Values]] = {
+    "overhead": overhead_values,
+    "cpu": cpu_values,
+    "gpu_overhead": gpu_overhead_values,
+    "h200": h200_values,
+}
+
+
+def run(checkout: Path, script_folder: Path, benchmark: str, python: str, arguments: list[str]) -> dict[str, Any]:
+    """Run a benchmark of ``script_folder`` with a checkout's gemmtune; return its raw data.
+
+    python: the interpreter that runs it with the checkout's src/; empty for that of the checkout's .venv. Raises
+    CalledProcessError when the benchmark fails.
+    """
     with tempfile.TemporaryDirectory(prefix="gemmtune-versus-") as folder:
         environment = {**os.environ, "OUT": folder, "GEMMTUNE_STORE": str(Path(folder) / "store.db")}
-        command = [str(checkout / ".venv" / "bin" / "python"), str(script_folder / f"{benchmark}.py"), *arguments]
+        if python:
+            others = os.environ.get("PYTHONPATH", "")
+            environment["PYTHONPATH"] = os.pathsep.join(filter(None, (str(checkout / "src"), others)))
+        command = [
+            python or str(checkout / ".venv" / "bin" / "python"), str(script_folder / f"{benchmark}.py"), *arguments,
+        ]  # fmt: skip
         subprocess.run(command, cwd=checkout, env=environment, check=True, stdout=subprocess.DEVNULL)
-        (path,) = Path(folder).glob(f"{benchmark}-*.json")
-        document: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        return document
+        paths = sorted(Path(folder).glob(f"{benchmark.replace('_', '-')}-*.json"))
+        documents: list[dict[str, Any]] = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+        if len(documents) == 1:
+            return documents[0]
+        return {**documents[0], "rows": [row for document in documents for row in document["rows"]]}
 
 
 def commit_of(checkout: Path) -> str:
-    """Return the commit of a checkout."""
+    """Return the commit of a checkout; the name of a folder without .git."""
+    if not (checkout / ".git").exists():
+        return checkout.name
     command = ["git", "rev-parse", "HEAD"]
     return subprocess.run(command, cwd=checkout, capture_output=True, text=True, check=True).stdout.strip()
 
@@ -74,10 +110,11 @@ def main() -> None:
     parser.add_argument("--benchmark", choices=tuple(VALUES), default="overhead")
     parser.add_argument("--script", choices=("own", "this"), default="own", help="the script of the other checkout")
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--python", default="", help="an interpreter that runs both [that of each checkout's .venv]")
     args, benchmark_args = parser.parse_known_args()
     checkouts = {"this": HERE, "other": args.other.resolve()}
     for checkout in checkouts.values():
-        if not (checkout / ".venv" / "bin" / "python").exists():
+        if not args.python and not (checkout / ".venv" / "bin" / "python").exists():
             sys.exit(f"{checkout} has no .venv: run make install there")
     rounds: dict[str, list[Values]] = {"this": [], "other": []}
     kernels: dict[str, list[list[str]]] = {"this": [], "other": []}
@@ -86,9 +123,11 @@ def main() -> None:
     for number in range(args.rounds):
         for name in rng.sample(sorted(checkouts), 2):
             script_folder = (HERE if args.script == "this" else checkouts[name]) / "benchmarks"
-            document = run(checkouts[name], script_folder, args.benchmark, benchmark_args)
+            document = run(checkouts[name], script_folder, args.benchmark, args.python, benchmark_args)
             rounds[name].append(VALUES[args.benchmark](document))
-            kernels[name].append([row["kernel"] for row in document["rows"]] if args.benchmark == "cpu" else [])
+            kernels[name].append(
+                [row["kernel"] for row in document["rows"]] if args.benchmark in ("cpu", "h200") else []
+            )
             commits[name] = commit_of(checkouts[name])
         pairs = {name: (value, rounds["other"][-1].get(name)) for name, value in rounds["this"][-1].items()}
         print(f"round {number + 1} of {args.rounds} (this, other): {pairs}", flush=True)

@@ -58,3 +58,30 @@ def test_a_fused_form_saves_a_launch_or_a_read() -> None:
         assert pointwise_s(added, device) > pointwise_s(plain, device) > 1e-6
         assert residual_s(added, device) < pointwise_s(added, device)
     assert residual_s(added, GPU) == pytest.approx(1e-6 + 4 * 4096 * 2 / 3e12)
+
+
+def test_untuned_products_are_assumed_to_take_a_launch_and_their_memory_traffic(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    problem = build(1, 14336, 4096, "bf16")
+    assert costs.assumed_s(problem, CPU) is None
+    monkeypatch.setattr(costs, "_memory_bandwidth", lambda device: 3.35e12)
+    seconds = costs.assumed_s(problem, GPU)
+    assert seconds is not None
+    assert 40e-6 < seconds < 44e-6  # ours took 41.1 us on an H100, ATen's 42.8
+
+
+@pytest.mark.parametrize(("clock_khz", "expected"), [(2_619_000, 3.35e12), (0, None)])
+def test_memory_bandwidth_is_that_of_the_data_sheet(
+    clock_khz: int, expected: float | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Properties:
+        memory_clock_rate, memory_bus_width = clock_khz, 5120
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: Properties)
+    costs._memory_bandwidth.cache_clear()
+    bandwidth = costs._memory_bandwidth(GPU)
+    costs._memory_bandwidth.cache_clear()
+    assert bandwidth == (expected if expected is None else pytest.approx(expected, rel=1e-2))
+    assert costs._memory_bandwidth(CPU) is None

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import time
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -21,21 +22,26 @@ from gemmtune.core.target import Target
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.store import MemoryStore
-from gemmtune.tuning.api import tune_missing
+from gemmtune.tuning.api import tune_missing, tune_on_device
 from gemmtune.tuning.tuner import Tuner
 from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 
 class FakeTuner:
-    """Tuner whose decisions are won by the toy kernel, and which records its arguments."""
+    """Tuner whose decisions are won by the toy kernel, and which records its arguments and its workers."""
 
     arguments: ClassVar[list[dict[str, Any]]] = []
+    workers: ClassVar[list[Any]] = []
 
     def __init__(self, target: Any, names: Any, store: Any, budget: Any, progress: Any, **options: Any) -> None:
         self.target, self.store = target, store
         FakeTuner.arguments.append({"names": tuple(names), "seconds": budget.seconds, **options})
 
-    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+    def new_pool(self) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any = None) -> list[Decision]:
+        FakeTuner.workers.append(pool)
         toy_decisions = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
         decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in toy_decisions]
         for decision in decisions:
@@ -48,6 +54,7 @@ def fake_tuner(monkeypatch: pytest.MonkeyPatch) -> None:
     register()
     TOY_RUNS.clear()
     FakeTuner.arguments.clear()
+    FakeTuner.workers.clear()
     monkeypatch.setattr("gemmtune.tuning.tuner.Tuner", FakeTuner)
 
 
@@ -73,6 +80,16 @@ def test_options_are_passed_to_the_tuner() -> None:
     assert (arguments["names"], arguments["seconds"], arguments["force"]) == (("aten",), 2.0, True)
     assert len(list(other.decisions())) == 1
     assert RUNTIME.store() is other
+
+
+def test_further_problems_are_tuned_by_the_same_worker(own_store: MemoryStore) -> None:
+    first, *others = [(linear_problem(m, 5, 4, "float32"), 1) for m in (1, 2, 3)]
+    batches: list[list[tuple[Problem, int]]] = [others[:1], others[1:], []]
+    decisions = tune_on_device([first], "cpu", own_store, more=lambda: batches.pop(0))
+    assert [decision.problem["m"] for decision in decisions] == [1, 2, 3]
+    assert not batches
+    assert len(FakeTuner.workers) == 3
+    assert len(set(map(id, FakeTuner.workers))) == 1
 
 
 def test_invalid_arguments_raise_errors() -> None:
@@ -189,6 +206,7 @@ def test_device_selects_the_target_and_the_backends(target_devices: list[Any], o
     assert arguments["latency"] == "eager"
     assert own_store.get(H200, problem.key) == decision
     FakeTuner.arguments.clear()
+    FakeTuner.workers.clear()
     gemmtune.tune(problem)
     assert FakeTuner.arguments[0]["names"] == backends.names("cpu")
     assert FakeTuner.arguments[0]["latency"] == "graph"

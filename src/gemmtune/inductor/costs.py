@@ -29,6 +29,13 @@ _READ_S = {True: 0.0, False: 1e-6}
 # product behind it.
 _NORM_S = {True: 1e-6, False: 4e-6}
 
+# What a GPU's memory gives to a kernel that reads much, as a share of the data sheet's bandwidth: 0.92 on an H100
+# (benchmarks/results/e2e-gpu-20261126-004054.json), 0.91 on an H200 (e2e-gpu-20261125-235045.json).
+_REACHED = 0.92
+# What is assumed of a product that was not tuned, over the time of its memory traffic. Ours with one row took 1.02 to
+# 1.12 of it on an H100, with the launch (e2e-gpu-norms-times-h100-20261126.txt).
+_ASSUMED = 1.06
+
 # Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.
 _WIDER = ("aten:cast/", "aten:dequant/")
 # Layouts of GPUs that are a copy of a floating weight in another order, beside the Parameter, whose memory is scarce.
@@ -75,6 +82,29 @@ def cost_of(problem: Problem, device: torch.device) -> Cost | None:
             seconds = kernel.times[nearest] * max(1.0, problem.m / nearest)
             return Cost(seconds, kernel.candidate.get("backend") != "aten", kernel.id)
     return None
+
+
+def assumed_s(problem: Problem, device: torch.device) -> float | None:
+    """Return the seconds that are assumed of a Problem that was not tuned: a launch, and its memory traffic at almost
+    the bandwidth that the device reaches. None where the bandwidth is unknown.
+
+    It is too little for a Problem that is limited by arithmetic, so that no other form seems better than tuning it.
+    """
+    bandwidth = _memory_bandwidth(device)
+    if bandwidth is None:
+        return None
+    return _LAUNCH_S[False] + _ASSUMED * problem.min_bytes / (_REACHED * bandwidth)
+
+
+@functools.lru_cache(maxsize=16)
+def _memory_bandwidth(device: torch.device) -> float | None:
+    """Return the bytes a second of a GPU's memory by its data sheet; None for other devices."""
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    properties = torch.cuda.get_device_properties(device)
+    clock_khz, bits_wide = getattr(properties, "memory_clock_rate", 0), getattr(properties, "memory_bus_width", 0)
+    transfers = 2  # in each clock
+    return transfers * 1e3 * clock_khz * bits_wide / 8 or None
 
 
 def pointwise_s(problem: Problem, device: torch.device) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import threading
@@ -35,7 +36,7 @@ from .matching import Product, find_products
 from .nodes import aten, is_view
 from .operator import product as product_op
 from .options import Options
-from .plan_graph import Form, GraphPlan, device_of
+from .plan_graph import Form, GraphPlan, Problems, device_of
 
 log = logging.getLogger("gemmtune")
 
@@ -105,26 +106,53 @@ class ProductPass(CustomGraphPass):
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
         dynamic = {product.problem(product.fixed).plan_key for product in plan.products if product.is_dynamic}
         tuned = False
-        for device, missing in _missing(plan).items():
-            problems = [(problem, count) for problem, count in missing if problem.key not in self.asked]
-            self.asked |= {problem.key for problem, _ in problems}
-            free = [(p, count) for p, count in problems if p.plan_key in dynamic]
-            fixed = [(p, count) for p, count in problems if p.plan_key not in dynamic]
-            if fixed:
-                self._tune_now(fixed, device, None)
+        for device in {device_of(product): None for product in plan.products}:
+            first = self._untuned(plan.first_problems(), device) or self._untuned(plan.other_problems(), device)
+            free = [(p, count) for p, count in first if p.plan_key in dynamic]
+            fixed = [(p, count) for p, count in first if p.plan_key not in dynamic]
             if free:
                 self._tune_now(free, device, self.options.multi_kernel_hints or "all")
-            tuned = tuned or bool(problems)
+            if fixed:
+                others = functools.partial(self._other_problems, plan, device)
+                self._tune_now(fixed, device, None, others)
+            tuned = tuned or bool(first)
         if tuned and self.restarts:
             raise TunedMeanwhile
 
-    def _tune_now(self, problems: list[tuple[Problem, int]], device: torch.device, sizes: Sizes | None) -> None:
+    def _untuned(self, problems: Problems, device: torch.device) -> list[tuple[Problem, int]]:
+        """Return those of a device's Problems that were not tuned, and remember that they were asked for."""
+        missing = [
+            (problem, count)
+            for (ran_on, problem), count in problems.items()
+            if ran_on == device
+            and problem.key not in self.asked
+            and cost_of(problem, device) is None
+            and not _is_decided(problem, device)
+        ]
+        self.asked |= {problem.key for problem, _ in missing}
+        return missing
+
+    def _other_problems(self, plan: GraphPlan, device: torch.device) -> list[tuple[Problem, int]]:
+        """Return the Problems to tune after the first ones, by the decisions for these."""
+        RUNTIME.refresh(RUNTIME.store())
+        others = self._untuned(plan.other_problems(), device)
+        if others:
+            log.info("tuning %d other problems of the graph", len(others))
+        return others
+
+    def _tune_now(
+        self, problems: list[tuple[Problem, int]], device: torch.device, sizes: Sizes | None,
+        more: Callable[[], list[tuple[Problem, int]]] | None = None,
+    ) -> None:  # fmt: skip
         store = RUNTIME.store()
         if store is None:
             return
         log.info("tuning %d problems of a graph on %s", len(problems), device)
         with outside_of_compilation():
-            tune_on_device(problems, device, store, budget=self.options.budget, backends=self.options.backends, m=sizes)
+            tune_on_device(
+                problems, device, store,
+                budget=self.options.budget, backends=self.options.backends, m=sizes, more=more,
+            )  # fmt: skip
         RUNTIME.refresh(store)
 
     def uuid(self) -> Any:
@@ -156,15 +184,6 @@ def decisions_digest() -> str:
         if devices.is_host(device.type) or devices.get(device.type).module.is_available()
     ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
-
-
-def _missing(plan: GraphPlan) -> dict[torch.device, list[tuple[Problem, int]]]:
-    """Return the Problems of a plan that were not tuned, by device."""
-    missing: dict[torch.device, list[tuple[Problem, int]]] = {}
-    for (device, problem), count in plan.problems().items():
-        if cost_of(problem, device) is None and not _is_decided(problem, device):
-            missing.setdefault(device, []).append((problem, count))
-    return missing
 
 
 def _is_decided(problem: Problem, device: torch.device) -> bool:

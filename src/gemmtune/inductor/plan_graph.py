@@ -6,19 +6,23 @@ is left in it. One that adds a residual saves the kernels behind it a read. One 
 saves the norm's kernel, if nothing else reads its result and its rows are in memory anyway; two that are a gate and its
 factor save the kernel that multiplies them. The cheapest set of forms is chosen; a product stays Inductor's where no
 form of it is cheaper than PyTorch's own operator.
+
+Tuning begins with the form that includes most of each product. Where that is about as fast as the device's memory
+allows for the others (``costs.assumed_s``), the others are not tuned.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import fx
 
 from ..core.devices import is_host
 from ..core.problem import Problem
-from .costs import cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
+from .costs import Cost, assumed_s, cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
 from .graph_call import GraphCall
 from .matching import Product
 from .merging import merge_groups, merged_call
@@ -48,13 +52,27 @@ class Form:
 class _Alone:
     """How one product is served by itself.
 
-    form: None where PyTorch's operator serves. seconds: of its kernel. saved: the last node of the pointwise operations
-    that the kernel includes, or None.
+    form: None where PyTorch's operator serves, or where the product was not tuned by itself. seconds: of its kernel;
+    assumed where it was not tuned. saved: the last node of the pointwise operations that the kernel includes, or None.
     """
 
     form: Form | None
     seconds: float
     saved: fx.Node | None = None
+
+
+class _Candidate(NamedTuple):
+    """A form that may be tuned. extent: how much it includes; each form of a product has another extent."""
+
+    products: tuple[Product, ...]
+    problem: Problem
+    extent: int
+
+
+# The extents of a product's forms: alone, with the operations behind it, merged; wide forms come after them.
+_PLAIN, _FUSED, _MERGED = range(3)
+
+Problems = dict[tuple[torch.device, Problem], int]
 
 
 class GraphPlan:
@@ -67,10 +85,38 @@ class GraphPlan:
         self._lengths = {id(product): self._fused_length(product) for product in products}
         wide = wide_forms(products, self.groups, lambda product: self._lengths[id(product)] or product.fixed)
         self._wide = [form for form in wide if has_own_kernels(form.call.problem, device_of(form.products[0]))]
+        self._candidates = list(self._list_candidates())
 
-    def problems(self) -> dict[tuple[torch.device, Problem], int]:
-        """Return the Problems of all forms by device, with the number of products that they stand for."""
-        counts: dict[tuple[torch.device, Problem], int] = {}
+    def first_problems(self) -> Problems:
+        """Return the Problems to tune first, by device, with the number of products that they stand for: of the form of
+        each product that includes most; of all forms where nothing could be assumed of those that are not tuned."""
+        widest = self._widest()
+        return _counts(
+            candidate
+            for candidate in self._candidates
+            if any(widest[id(p)] is candidate or not _is_assumed(p) for p in candidate.products)
+        )
+
+    def other_problems(self) -> Problems:
+        """Return the Problems of the other forms of those products that the forms of ``first_problems`` do not serve
+        yet: they may be cheaper."""
+        widest = self._widest()
+        served = {id(product): form.call.problem for form in self.choose() for product in form.products}
+        return _counts(
+            candidate
+            for candidate in self._candidates
+            if any(served.get(id(p)) != widest[id(p)].problem for p in candidate.products)
+        )
+
+    def _widest(self) -> dict[int, _Candidate]:
+        """Return the form of each product that includes most, by id."""
+        widest: dict[int, _Candidate] = {}
+        for candidate in sorted(self._candidates, key=lambda candidate: candidate.extent):
+            widest |= dict.fromkeys(map(id, candidate.products), candidate)
+        return widest
+
+    def _list_candidates(self) -> Iterator[_Candidate]:
+        """Yield all forms that may be tuned."""
         lengths = ((product, self._lengths[id(product)]) for product in self.products)
         stored = self._ends | {product.end(length) for product, length in lengths if length is not None}
         widest: dict[frozenset[int], WideForm] = {}  # the others of the same products are not worth their tuning
@@ -80,17 +126,14 @@ class GraphPlan:
                 widest[ids] = form
         gates = {id(form.products[0]) for form in widest.values() if form.gate is not None}
         for product in self.products:
-            for length in {product.fixed, None if id(product) in gates else self._lengths[id(product)]}:
-                if length is not None:
-                    key = (device_of(product), product.problem(length))
-                    counts[key] = counts.get(key, 0) + 1
+            yield _Candidate((product,), product.problem(product.fixed), _PLAIN)
+            length = None if id(product) in gates else self._lengths[id(product)]
+            if length is not None:
+                yield _Candidate((product,), product.problem(length), _FUSED)
         for group in self.groups:
-            key = (device_of(group[0]), merged_call(group).problem)
-            counts[key] = counts.get(key, 0) + 1
+            yield _Candidate(group, merged_call(group).problem, _MERGED)
         for form in widest.values():
-            key = (device_of(form.products[0]), form.call.problem)
-            counts[key] = counts.get(key, 0) + 1
-        return counts
+            yield _Candidate(form.products, form.call.problem, _MERGED + form.extent)
 
     def _fused_length(self, product: Product) -> int | None:
         """Return the length of a product's chain that saves a pointwise kernel, or a read of a residual; None if none
@@ -161,14 +204,18 @@ class GraphPlan:
         return seconds + (norm_s(problem, device) if wide.normed else 0.0)
 
     def _alone(self) -> dict[int, _Alone]:
-        """Return how each product is served by itself, by id; those that were not tuned are not in it."""
+        """Return how each product is served by itself, by id; those of which nothing is known are not in it."""
         result: dict[int, _Alone] = {}
         saved: set[fx.Node] = set()
         for product in self.products:
             device, length = device_of(product), self._lengths[id(product)]
             plain = cost_of(product.problem(product.fixed), device)
+            is_tuned = plain is not None
             if plain is None:
-                continue
+                seconds = assumed_s(product.problem(product.fixed), device)
+                if seconds is None:
+                    continue
+                plain = Cost(seconds, False)
             call = product.call(product.fixed)
             form = Form((product,), call, product.fixed, plain.seconds) if plain.beats_torch else None
             result[id(product)] = _Alone(form, plain.seconds)
@@ -177,6 +224,9 @@ class GraphPlan:
                 continue
             problem = product.problem(length)
             fused = cost_of(problem, device)
+            if fused is None and not is_tuned:  # what is not tuned might include these operations at no cost
+                result[id(product)] = _Alone(None, plain.seconds, end)
+                saved.add(end)
             if fused is None or not fused.beats_torch:
                 continue
             if fused.seconds < _CLEAR * (plain.seconds + _saved_s(product, length)):
@@ -207,6 +257,20 @@ class GraphPlan:
             if alone[id(product)].saved is not None and length is not None:
                 saved += _saved_s(product, length)
         return saved
+
+
+def _counts(candidates: Iterable[_Candidate]) -> Problems:
+    """Return the Problems of forms by device, with the number of forms that have them."""
+    counts: Problems = {}
+    for candidate in candidates:
+        key = (device_of(candidate.products[0]), candidate.problem)
+        counts[key] = counts.get(key, 0) + 1
+    return counts
+
+
+def _is_assumed(product: Product) -> bool:
+    """Whether a time is assumed of a product that was not tuned."""
+    return not product.is_dynamic and assumed_s(product.problem(product.fixed), device_of(product)) is not None
 
 
 def device_of(product: Product) -> torch.device:

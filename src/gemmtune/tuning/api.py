@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import closing
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -103,12 +104,14 @@ def tune_on_device(
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
     m: Sizes | None = None,
+    more: Callable[[], Sequence[tuple[Problem, int]]] | None = None,
 ) -> list[Decision]:
     """Tune counted Problems for one device and return their decisions: the part that ``tune`` and the command line
     share.
 
-    The arguments are those of ``tune``. Decisions that the store cannot take are reported to ``progress``
-    (``DecisionsUnstored``); dispatch is not refreshed.
+    The arguments are those of ``tune``. more: asked for further Problems, which the same worker tunes, each time that
+    all are decided, until it has none; not for a range of M. Decisions that the store cannot take are reported to
+    ``progress`` (``DecisionsUnstored``); dispatch is not refreshed.
     """
     from ..core.events import silent
     from .plan_tuner import PlanTuner
@@ -123,15 +126,20 @@ def tune_on_device(
         force=force, hot=operands == "hot", latency=latency, search=search,
     )  # fmt: skip
     if m is None:
-        return tuner.tune(problems)
+        decisions: list[Decision] = []
+        with closing(tuner.new_pool()) as pool:
+            remaining: Sequence[tuple[Problem, int]] = list(problems)
+            while remaining:
+                decisions += tuner.tune(remaining, pool)
+                remaining = more() if more is not None else ()
+        return decisions
     # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
     seconds = None if limit.seconds is None else 3.0 * limit.seconds
     plan_tuner = PlanTuner(
         tuner, tuning_target(device), store,
         seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
     )  # fmt: skip
-    decisions, _ = plan_tuner.tune(problems, m)
-    return decisions
+    return plan_tuner.tune(problems, m)[0]
 
 
 def tuning_target(device: str | torch.device) -> Target:

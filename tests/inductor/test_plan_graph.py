@@ -1,0 +1,153 @@
+"""Which Problems of a graph are tuned: those of the widest forms first, the others where they may be cheaper."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gemmtune.core.problem import Problem
+from gemmtune.inductor import graph_pass, plan_graph
+from gemmtune.inductor.costs import Cost
+from gemmtune.inductor.graph_pass import ProductPass
+from gemmtune.inductor.matching import find_products
+from gemmtune.inductor.options import Options
+from gemmtune.inductor.plan_graph import GraphPlan, Problems
+from gemmtune.store import MemoryStore
+from helpers.graphs import trace
+
+CPU = torch.device("cpu")
+X, W, U, DOWN = (torch.randn(*shape).bfloat16() for shape in ((3, 64), (48, 64), (48, 64), (64, 48)))
+GAIN = torch.rand(64).bfloat16()
+
+
+def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gain: Tensor) -> Tensor:
+    wide = x.float()
+    h = (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + 1e-5)).to(x.dtype) * gain
+    return x + F.linear(F.silu(F.linear(h, gate)) * F.linear(h, up), down)
+
+
+GATES, RESIDUAL = ("rms_norm", "swiglu"), ("add",)  # the forms of the block that include most
+
+
+def traced() -> Any:
+    """Return the graph of ``block``, whose inputs after the first are constant."""
+    return trace(block, X, W, U, DOWN, GAIN).graph
+
+
+def plan() -> GraphPlan:
+    graph = traced()
+    products, _ = find_products(graph, frozenset(list(graph.nodes)[1:5]), emulate=False)
+    return GraphPlan(products)
+
+
+def kinds(problems: Problems | Iterable[tuple[Problem, int]]) -> set[tuple[int, tuple[str, ...]]]:
+    """Return the columns and the kinds of the steps of Problems."""
+    listed = (
+        [problem for _, problem in problems] if isinstance(problems, dict) else [problem for problem, _ in problems]
+    )
+    return {(problem.n, tuple(step.kind for step in problem.epilogue)) for problem in listed}
+
+
+EVERY = {(48, ()), (96, ()), (96, GATES), (64, ()), (64, RESIDUAL)}
+
+
+@pytest.fixture
+def decided(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], float]:
+    """Have kernels for every form, and assume 1 second of products that were not tuned. Returns the seconds of tuned
+    Problems by the kinds of their steps; the test fills it."""
+    seconds: dict[tuple[str, ...], float] = {}
+
+    def cost(problem: Problem, device: torch.device) -> Cost | None:
+        steps = tuple(step.kind for step in problem.epilogue)
+        return Cost(seconds[steps], True) if steps in seconds else None
+
+    monkeypatch.setattr(plan_graph, "has_own_kernels", lambda *_: True)
+    monkeypatch.setattr(plan_graph, "cost_of", cost)
+    monkeypatch.setattr(graph_pass, "cost_of", cost)
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: 1.0)
+    return seconds
+
+
+def test_widest_forms_come_first(decided: dict[tuple[str, ...], float]) -> None:
+    assert kinds(plan().first_problems()) == {(96, GATES), (64, RESIDUAL)}
+
+
+def test_all_forms_come_first_where_nothing_is_assumed(
+    decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)
+    assert kinds(plan().first_problems()) == EVERY
+    assert plan().choose() == []
+
+
+def test_other_forms_of_a_product_are_not_tuned_where_the_widest_is_fast_enough(
+    decided: dict[tuple[str, ...], float],
+) -> None:
+    decided |= {GATES: 1.9, RESIDUAL: 0.9}  # for two products, and for one
+    assert plan().other_problems() == {}
+    assert [len(form.products) for form in plan().choose()] == [1, 2]
+
+
+@pytest.mark.parametrize(
+    ("times", "others"),
+    [
+        ({GATES: 2.1, RESIDUAL: 0.9}, {(48, ()), (96, ()), (96, GATES)}),
+        ({GATES: 1.9, RESIDUAL: 1.1}, {(64, ()), (64, RESIDUAL)}),
+        ({RESIDUAL: 0.9}, {(48, ()), (96, ()), (96, GATES)}),
+        ({}, EVERY),
+    ],
+)
+def test_other_forms_are_tuned_where_the_widest_is_slower_than_assumed_of_them(
+    times: dict[tuple[str, ...], float], others: set[tuple[int, tuple[str, ...]]],
+    decided: dict[tuple[str, ...], float],
+) -> None:  # fmt: skip
+    decided |= times
+    assert kinds(plan().other_problems()) == others
+
+
+def test_products_that_were_not_tuned_stay_inductors(decided: dict[tuple[str, ...], float]) -> None:
+    decided |= {GATES: 2.1, RESIDUAL: 1.1}
+    assert plan().choose() == []
+
+
+def tune_in_rounds(monkeypatch: pytest.MonkeyPatch, *times: dict[tuple[str, ...], float], decided: Any) -> list[Any]:
+    """Run the pass over the graph. times: the seconds that each round of tuning finds. Returns the rounds' Problems."""
+    rounds: list[Any] = []
+
+    def tune(problems: Any, *_: Any, more: Any, **__: Any) -> None:
+        while problems:
+            decided.update(times[len(rounds)])
+            rounds.append(kinds(problems))
+            problems = more()
+
+    monkeypatch.setattr(graph_pass, "tune_on_device", tune)
+    monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
+    ProductPass(Options())(traced())
+    return rounds
+
+
+def test_worker_that_tuned_the_widest_forms_tunes_the_others(
+    decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds = tune_in_rounds(monkeypatch, {GATES: 2.1, RESIDUAL: 0.9}, {(): 5.0}, decided=decided)
+    assert rounds == [{(96, GATES), (64, RESIDUAL)}, {(48, ()), (96, ())}]
+
+
+def test_later_process_tunes_only_what_an_earlier_one_left(
+    decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decided |= {GATES: 2.1, RESIDUAL: 0.9}
+    assert tune_in_rounds(monkeypatch, {(): 5.0}, decided=decided) == [{(48, ()), (96, ())}]
+    assert tune_in_rounds(monkeypatch, decided=decided) == []
+
+
+def test_forms_that_could_not_be_tuned_are_not_asked_for_again(
+    decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    widest = {(96, GATES), (64, RESIDUAL)}
+    assert tune_in_rounds(monkeypatch, {}, {}, decided=decided) == [widest, EVERY - widest]
