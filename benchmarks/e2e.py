@@ -97,7 +97,7 @@ def main() -> None:
     tuned = copy.deepcopy(plain)
     step = torch.zeros(args.batch, args.prefill or 1, dtype=torch.int64)
     position = 0 if args.prefill else PROMPT
-    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget)
+    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget, m=None)
     runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
     if not args.no_compile:
         second, _ = _import_llama("llama_again").factory(args.variant, llama.Config(layers=args.layers))

@@ -699,12 +699,12 @@ def run_times(case: Case, dtype: torch.dtype, seconds: float, budget: float, rep
     if case.optimize_first and case.change is not None:
         torch.manual_seed(0)
         tuned = cast_weights(case.make(), dtype).to(DEVICE).eval()
-        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager")
+        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager", m=None)
         torch.manual_seed(1)
         tuned = case.change(tuned).eval()
     else:
         tuned = copy.deepcopy(plain)
-        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager")
+        handle = gemmtune.optimize(tuned, examples, store=store, budget=budget, latency="eager", m=None)
     tuning_s = time.perf_counter() - start
     results = {}
     for length, inputs in zip(case.lengths, examples, strict=True):

@@ -33,8 +33,11 @@ def test_wrong_m_is_refused_before_the_model_runs(
         gemmtune.optimize(model, torch.randn(3, 8), m=m, tune=tune)
 
 
-@pytest.mark.parametrize("m", [None, "all", range(1, 65), [4, 32]])
-def test_tune_gets_m(m: Any, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("options", "m"),
+    [({}, "all"), *(({"m": m}, m) for m in (None, "all", range(1, 65), [4, 32]))],
+)
+def test_tune_gets_m(options: dict[str, Any], m: Any, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     received: list[Any] = []
 
     def fake_tune(problems: Any, **options: Any) -> list[Any]:
@@ -42,7 +45,7 @@ def test_tune_gets_m(m: Any, own_store: MemoryStore, monkeypatch: pytest.MonkeyP
         return []
 
     monkeypatch.setattr(importlib.import_module("gemmtune.tuning.api"), "tune", fake_tune)
-    gemmtune.optimize(Mlp().eval(), [torch.randn(3, 8), torch.randn(5, 8)], m=m)
+    gemmtune.optimize(Mlp().eval(), [torch.randn(3, 8), torch.randn(5, 8)], **options)
     assert received == [([3, 3, 5, 5], m)]
 
 

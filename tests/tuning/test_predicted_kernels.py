@@ -14,7 +14,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
-from gemmtune.tuning.predicted_kernels import expected_kernels, predict_kernels
+from gemmtune.tuning.predicted_kernels import expected_kernels, predict_kernels, ranked_kernels
 from gemmtune.tuning.sizes import SizeRange
 from helpers.factories import make_target
 from helpers.gpus import H200, PROBLEM_OF_DTYPE, legal_candidates
@@ -168,3 +168,39 @@ def test_candidates_are_listed_in_the_order_of_their_estimates(name: str, dtype:
 def test_unknown_template_has_no_estimate() -> None:
     assert backends.get("cuda").estimated_s(PROBLEM, Candidate.make("cuda", "other"), H200) is None
     assert backends.get("aten").estimated_s(PROBLEM, Candidate.make("aten", "mm"), H200) is None
+
+
+INT8 = PROBLEM_OF_DTYPE["int8"]
+
+
+def ranks_at(m: int, *ranks: int, slower: float = 1.0) -> Decision:
+    """Return a Decision that timed some of cuBLASLt's ranks, the first one fastest."""
+    rows = []
+    for position, rank in enumerate(ranks):
+        candidate = Candidate.make("cublaslt", "ranked", rank=rank)
+        seconds = (slower + position) * 1e-5
+        sample = Sample(seconds, seconds, seconds, 50, 0.5, 0.49, 0.51)
+        rows.append(Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample))
+    return decide(INT8.with_m(m), *rows)
+
+
+def test_ranks_of_a_library_far_from_the_tuned_m_are_expected_to_be_fast() -> None:
+    decisions = [ranks_at(m, 1) for m in TUNED]
+    kernels = ranked_kernels(INT8, H200, decisions, SIZES, {"cublaslt/ranked[rank=1]"})
+    assert [(kernel.id, kernel.tuned_m) for kernel in kernels] == [
+        ("cublaslt/ranked[rank=0]", 4), ("cublaslt/ranked[rank=2]", 45), ("cublaslt/ranked[rank=3]", 512),
+        ("cublaslt/ranked[rank=4]", 4096),
+    ]  # fmt: skip
+    assert kernels[-1].predicted_for == {2896, 4096, 5793}
+    assert {kernel.packing for kernel in kernels} == {None}
+    expected = expected_kernels(INT8, H200, decisions, SIZES, {})
+    assert [kernel.id for kernel in expected] == [kernel.id for kernel in kernels]
+
+
+def test_ranks_are_not_expected_between_tuned_m_that_are_close() -> None:
+    sizes = SizeRange(128, 600, (128, 300, 600))
+    assert ranked_kernels(INT8, H200, [ranks_at(128, 0)], sizes, ()) == []
+
+
+def test_libraries_that_were_not_timed_are_not_asked() -> None:
+    assert ranked_kernels(INT8, H200, DECISIONS, SIZES, ()) == []

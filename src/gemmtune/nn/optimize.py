@@ -53,7 +53,7 @@ def optimize(
     progress: Progress | None = None,
     latency: Literal["graph", "eager"] = "graph",
     compare: bool | None = None,
-    m: Sizes | None = None,
+    m: Sizes | None = "all",
 ) -> Handle:
     """Pack in place each weight of a model for which a kernel was faster than PyTorch's, and return a Handle.
 
@@ -69,9 +69,9 @@ def optimize(
     compare: whether to time the whole model afterwards on the examples, with and without gemmtune's weights (about
         2 s), and to restore it if they make all examples together slower, or one of them by more than 3%. By default
         as ``tune``. With ``latency="graph"`` a model on a GPU is not timed.
-    m: the M that each weight is tuned for, as for ``gemmtune.tune``: ``"all"``, a ``range`` or hints. The M in the
-        examples weigh more than others; those outside of a ``range`` are not tuned. None: each product at its M in the
-        examples only. Plans for a range of M that the store has are used in any case; on a GPU, all of their kernels
+    m: the M that each weight is tuned for, as for ``gemmtune.tune``: ``"all"`` (1 to 512 on a CPU, 1 to 8192 on a GPU),
+        a ``range`` or hints. The M in the examples weigh more than others; those outside of a ``range`` are not tuned.
+        None, which takes less time: each product at its M in the examples only. Plans for a range of M that the store has are used in any case; on a GPU, all of their kernels
         are loaded at once, so that CUDA graphs can be captured at any M of the range.
 
     A Parameter [N, K] or [K, N] is packed if F.linear, matmul, mm or addmm multiplies by it in ``forward``. It is still

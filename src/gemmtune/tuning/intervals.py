@@ -15,7 +15,7 @@ from functools import cached_property
 from ..core.plan_times import least_times
 from ..core.tuned_plan import PlanInterval
 
-MAX_KERNELS = 6  # of a layout, ATen's plain op not counted
+MAX_KERNELS = 8  # of a layout, ATen's plain op not counted
 MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
 _WORTH = 0.003
 _EXCESS = 1e3  # the cost of a regret above the bound, at an M of any weight

@@ -2,10 +2,14 @@
 
 A tile of 112 rows is the fastest for M = 217, and for no M that is tuned by default. Backends estimate the time of
 their candidates (``Backend.estimated_s``). The times that were measured at the tuned M correct the estimates.
+
+A library that ranks its kernels for an M (``Backend.chooses_by_m``) ranks others first for another M. What it ranks
+first far from the tuned M is expected to be fast there.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Collection, Mapping, Sequence
 from statistics import median
@@ -21,6 +25,7 @@ from .intervals import Curves, point_weights
 from .plan_pool import PoolKernel, failed_candidates, kernel_pool, timed_rows
 from .sizes import SizeRange
 
+_FAR = 4.0  # between two tuned M with this ratio, a library's first choice may be another kernel than at both
 _PER_OCTAVE = 3  # M for which candidates are listed
 _LISTED = 3  # the first candidates of a template that are considered at an M
 _LEAST_GAIN = 0.03  # an estimated gain below this share of the time is not expected
@@ -47,13 +52,45 @@ def expected_kernels(
     counts: Mapping[int, int],
     faulty: Collection[str] = (),
 ) -> list[PoolKernel]:
-    """Return the kernels that are expected to be fast where those of the Decisions are not, up to the device's
-    ``TuningProfile.max_predicted``. Candidates that failed in a Decision or are ``faulty`` are not among them."""
+    """Return the kernels that are expected to be fast where those of the Decisions are not: by estimates up to the
+    device's ``TuningProfile.max_predicted``, and those that a library ranks first. Candidates that failed in a Decision
+    or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
     if not limit:
         return []
     without = failed_candidates(decisions) | set(faulty)
-    return predict_kernels(problem, target, decisions, kernel_pool(decisions, faulty), sizes, counts, without, limit)
+    pool = kernel_pool(decisions, faulty)
+    ranked = ranked_kernels(problem, target, decisions, sizes, {*without, *(kernel.id for kernel in pool)})
+    return ranked + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
+
+
+def ranked_kernels(
+    problem: Problem, target: Target, decisions: Sequence[Decision], sizes: SizeRange, without: Collection[str]
+) -> list[PoolKernel]:
+    """Return what each library that chooses by M ranks first at the M that are farthest from tuned ones: one for each
+    gap of ``_FAR`` at least between them.
+
+    Only libraries of which a Decision has a time are asked. without: ids of candidates that are not returned; the next
+    rank is, since a candidate has one kernel in a Plan.
+    """
+    rows = [row for decision in decisions for row in timed_rows(decision.evidence)]
+    names = {
+        backend for row in rows if backends.get(backend := Candidate.from_dict(row.candidate).backend).chooses_by_m
+    }
+    ends = [sizes.first, *(m for m in sizes.tuned if sizes.first < m < sizes.last), sizes.last]
+    middles = [(a, b, round(math.sqrt(a * b))) for a, b in itertools.pairwise(ends) if b >= _FAR * a]
+    used, found = set(without), list[PoolKernel]()
+    for name in sorted(names):
+        for a, b, m in middles:
+            candidates = backends.get(name).candidates(problem.with_m(m), target)
+            legal = (c for c in candidates if not isinstance(c, Illegal) and c.id not in used)
+            candidate = next(legal, None)
+            if candidate is not None:
+                used.add(candidate.id)
+                kernel = PoolKernel.of(candidate, m, backends.get(name).packing_of(problem.with_m(m), candidate))
+                kernel.predicted_for = {round(math.sqrt(a * m)), m, round(math.sqrt(m * b))}
+                found.append(kernel)
+    return found
 
 
 def predict_kernels(

@@ -27,6 +27,7 @@ class CublasLtBackend(Backend):
     """
 
     name = "cublaslt"
+    chooses_by_m = True
 
     def available(self, target: Target) -> Availability:
         reason = not_nvidia(target) or _why_missing()
