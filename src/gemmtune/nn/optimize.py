@@ -71,8 +71,9 @@ def optimize(
         as ``tune``. With ``latency="graph"`` a model on a GPU is not timed.
     m: the M that each weight is tuned for, as for ``gemmtune.tune``: ``"all"`` (1 to 512 on a CPU, 1 to 8192 on a GPU),
         a ``range`` or hints. The M in the examples weigh more than others; those outside of a ``range`` are not tuned.
-        None, which takes less time: each product at its M in the examples only. Plans for a range of M that the store has are used in any case; on a GPU, all of their kernels
-        are loaded at once, so that CUDA graphs can be captured at any M of the range.
+        None, which takes less time: each product at its M in the examples only. Plans for a range of M that the store
+        has are used in any case; on a GPU, all of their kernels are loaded at once, so that CUDA graphs can be captured
+        at any M of the range.
 
     A Parameter [N, K] or [K, N] is packed if F.linear, matmul, mm or addmm multiplies by it in ``forward``. It is still
     a Parameter of its shape and dtype: reading it unpacks it, writing to it packs the new values, and ``state_dict()``
