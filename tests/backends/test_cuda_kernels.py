@@ -511,6 +511,19 @@ def test_dependents_launch_late_when_the_grid_does_not_fit(emulator: Emulator) -
 
 
 @needs_cxx
+@pytest.mark.parametrize(
+    ("blocks", "static", "percent"), [(2, 0, 1), (8, 9 << 10, 36), (1, 227 << 10, 100), (9, 48 << 10, 100)]
+)
+def test_kernels_leave_the_memory_that_their_blocks_do_not_share_to_the_l1_cache(
+    blocks: int, static: int, percent: int, emulator: Emulator
+) -> None:
+    problem, driver = build(5, 40, 64, "bf16"), emulator.driver
+    driver.blocks_per_multiprocessor, driver.static_shared = blocks, static
+    run_into(emulator.skinny(problem), make_inputs(problem, 0), torch.empty(5, 40, dtype=torch.bfloat16))
+    assert driver.carveouts == [percent]
+
+
+@needs_cxx
 def test_launch_in_a_thread_without_a_context_needs_no_other_driver_call(
     emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 ) -> None:

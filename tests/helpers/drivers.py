@@ -26,7 +26,8 @@ class FakeDriver:
     statuses: error codes that the next launches return instead of running.
     argument_arrays: the address of each launch's array of pointers to arguments.
     argument_addresses: the addresses of the last launch's arguments.
-    threads, shared: threads of a thread block, and its dynamic shared memory in bytes.
+    threads, shared, static_shared: threads of a thread block, and its dynamic and static shared memory in bytes.
+    carveouts: the percentage of a multiprocessor's memory that each kernel wants to be shared memory.
     pdl_flags: for each launch, 1 if it uses PDL (it may begin before the previous kernel has ended), else 0.
     capture: id of the stream's capture, or 0. nodes: the captured nodes. version: the driver's version.
     captured_names: the names of other libraries' captured kernels by node.
@@ -42,7 +43,8 @@ class FakeDriver:
         self.arguments: dict[str, int] = {}
         self.statuses: list[int] = []
         self.argument_arrays: list[int] = []
-        self.threads, self.shared = 128, 0
+        self.threads, self.shared, self.static_shared = 128, 0, 0
+        self.carveouts: list[int] = []
         self.argument_addresses: list[int] = []
         self.pdl_flags: list[int] = []
         self.capture, self.version, self.blocks_per_multiprocessor = 0, 13000, 2
@@ -70,7 +72,20 @@ class FakeDriver:
         return 0
 
     def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
-        self.shared = value
+        if attribute == 8:
+            self.shared = value
+        else:
+            assert attribute == 9
+            self.carveouts.append(value)
+        return 0
+
+    def cuFuncGetAttribute(self, value: Any, attribute: int, handle: Any) -> int:
+        assert attribute == 1
+        value._obj.value = self.static_shared
+        return 0
+
+    def cuDeviceGetAttribute(self, value: Any, attribute: int, device: int) -> int:
+        value._obj.value = {81: 228 << 10, 111: 1 << 10}[attribute]
         return 0
 
     def cuOccupancyMaxActiveBlocksPerMultiprocessor(self, blocks: Any, handle: Any, threads: int, shared: Any) -> int:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
 import textwrap
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -22,6 +24,9 @@ from gemmtune.inductor.graph_report import report_of
 from gemmtune.inductor.operator import product
 from gemmtune.store import MemoryStore
 from helpers.graphs import prefer
+from helpers.serving import decide, evidence, toy
+
+backend_module: Any = importlib.import_module("gemmtune.inductor.backend")
 
 
 @pytest.fixture(autouse=True)
@@ -112,6 +117,38 @@ def test_missing_decisions_are_tuned_once(own_store: MemoryStore, monkeypatch: p
     # What a busy machine left undecided is tuned again.
     decided = {decision.problem_key for decision in own_store.decisions(gemmtune.current_target())}
     assert len(calls) == 1 or len(decided) < 4
+
+
+def test_workers_start_while_a_graph_is_traced_if_nothing_was_tuned(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    started: list[str] = []
+    closed: list[bool] = []
+
+    def start(device: torch.device, store: Any) -> Any:
+        started.append(device.type)
+        return SimpleNamespace(close=lambda: closed.append(True))
+
+    def tune(problems: Any, *_: Any, pool: Any, **__: Any) -> list[Any]:
+        assert pool is not None
+        assert not closed
+        own_store.put(gemmtune.current_target(), decide(problems[0][0], evidence(toy(), 0.1), chosen=toy()))
+        return []
+
+    monkeypatch.setattr(backend_module, "start_workers", start)
+    monkeypatch.setattr(graph_pass, "tune_on_device", tune)
+    x = torch.randn(3, 64)
+    with torch.no_grad():
+        gemmtune.compile(torch.relu)(x)  # nothing to tune
+        gemmtune.compile(Mlp().eval(), options={"policy": "cached"})(x)
+        assert started == []
+        gemmtune.compile(Mlp().eval())(x)
+        assert started == ["cpu"]
+        assert closed
+        monkeypatch.setattr(graph_pass, "tune_on_device", lambda *_, pool, **__: [])
+        torch._dynamo.reset()
+        gemmtune.compile(Mlp(32).eval())(torch.randn(3, 32))  # something was tuned here
+    assert started == ["cpu"]
 
 
 def test_writes_to_weights_reach_the_compiled_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -300,7 +337,10 @@ SCRIPT = """
     if len(sys.argv) > 1:
         from gemmtune.dispatch.runtime import RUNTIME
         from gemmtune.core.workloads import build
-        gemmtune.tune([build(5, 32, 32, "fp32")], budget=0.3)
+        for _ in range(9):  # on a busy machine a Problem may stay undecided
+            (decision,) = gemmtune.tune([build(5, 32, 32, "fp32")], budget=0.3)
+            if decision.outcome != "inconclusive":
+                break
     print(dict(counters["aot_autograd"]), dict(counters["inductor"]), file=sys.stderr)
     print(len(tuned), counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
 """

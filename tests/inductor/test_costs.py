@@ -60,7 +60,7 @@ def test_a_fused_form_saves_a_launch_or_a_read() -> None:
     assert residual_s(added, GPU) == pytest.approx(1e-6 + 4 * 4096 * 2 / 3e12)
 
 
-def test_untuned_products_are_assumed_to_take_a_launch_and_their_memory_traffic(
+def test_untuned_products_are_assumed_to_be_limited_by_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     problem = build(1, 14336, 4096, "bf16")

@@ -91,6 +91,11 @@ class DecisionIndex:
         """Return the plan for a range of M; None when the weight was tuned at single M only."""
         return self._tuned.get(plan_key)
 
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was tuned on the Target."""
+        return not (self._points or self._tuned)
+
     def knows(self, plan_key: str) -> bool:
         """Whether the weight was tuned, for a range of M or for single M."""
         return bool(self._points.get(plan_key)) or plan_key in self._tuned

@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 
-from .graph_pass import ProductPass, TunedMeanwhile
+from ..core.devices import is_served
+from ..core.errors import GemmtuneError
+from ..dispatch.runtime import RUNTIME
+from ..tuning.api import start_workers
+from .graph_pass import ProductPass, TunedMeanwhile, store_of
 from .graph_report import GraphReport
 from .hooks import compile_graph, inductor_config, is_body
 from .options import PDL, Options, launch_patches, parse_options
 
+if TYPE_CHECKING:
+    from ..tuning.worker_pool import WorkerPool
+
 _PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
+_PRODUCT_WORDS = ("linear", "mm", "matmul", "dot", "einsum")
 MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems
 
 
@@ -31,18 +40,52 @@ def gemmtune_backend(
     parsed = parse_options(mode, options)
     launches = launch_patches(parsed) if parsed.tunes_pointwise and _can_launch_early(example_inputs) else {}
     asked: set[str] = set()
-    for restart in range(MAX_RESTARTS + 1):
-        graph_pass = ProductPass(
-            parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked, checks_pdl=PDL in launches
-        )
-        patches = {**launches, **parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
-        try:
-            compiled: Any = compile_graph(gm, example_inputs, patches)
-            return compiled  # type: ignore[no-any-return]
-        except Exception as error:  # Inductor wraps what a pass raises in an error of its own
-            if not _was_raised_by(error, TunedMeanwhile):
-                raise
+    with _workers_of_cold_store(parsed, gm, example_inputs) as pools:
+        for restart in range(MAX_RESTARTS + 1):
+            graph_pass = ProductPass(
+                parsed, _user_passes(parsed), restarts=restart < MAX_RESTARTS, asked=asked, checks_pdl=PDL in launches,
+                pools=pools,
+            )  # fmt: skip
+            patches = {**launches, **parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
+            try:
+                compiled: Any = compile_graph(gm, example_inputs, patches)
+                return compiled  # type: ignore[no-any-return]
+            except Exception as error:  # Inductor wraps what a pass raises in an error of its own
+                if not _was_raised_by(error, TunedMeanwhile):
+                    raise
     raise AssertionError("unreachable: the last attempt raises or returns")
+
+
+@contextmanager
+def _workers_of_cold_store(
+    options: Options, gm: fx.GraphModule, example_inputs: Sequence[Any]
+) -> Iterator[dict[torch.device, WorkerPool]]:
+    """Return a context with workers by device, for devices on which nothing was tuned yet and products are tuned on a
+    miss: they start while the graph is traced."""
+    store = RUNTIME.store() if options.store is None else options.store
+    pools: dict[torch.device, WorkerPool] = {}
+    if options.policy != "on-miss" or store is None or not _may_multiply(gm):
+        yield pools
+        return
+    tensors = [value.device for value in example_inputs if isinstance(value, torch.Tensor)]
+    with ExitStack() as stack, store_of(options):
+        for device in filter(is_served, dict.fromkeys(tensors)):
+            if RUNTIME.index(device).is_empty:
+                with suppress(GemmtuneError, ValueError):  # tuning raises it, if it comes to that
+                    pools[device] = stack.enter_context(closing(start_workers(device, store)))
+        yield pools
+
+
+def _may_multiply(gm: fx.GraphModule) -> bool:
+    """Whether a function or method in a graph of Dynamo, or in a body of one of its branches, has a product's name."""
+    called = (
+        node.target if isinstance(node.target, str) else getattr(node.target, "__name__", "")
+        for module in gm.modules()
+        if isinstance(module, fx.GraphModule)
+        for node in module.graph.nodes
+        if node.op in ("call_function", "call_method")
+    )
+    return any(word in name for name in called for word in _PRODUCT_WORDS)
 
 
 def _can_launch_early(example_inputs: Sequence[Any]) -> bool:

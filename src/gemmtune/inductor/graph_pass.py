@@ -7,9 +7,9 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -38,6 +38,9 @@ from .operator import product as product_op
 from .options import Options
 from .plan_graph import Form, GraphPlan, Problems, device_of
 
+if TYPE_CHECKING:
+    from ..tuning.worker_pool import WorkerPool
+
 log = logging.getLogger("gemmtune")
 
 _SOURCES = tuple(str(path) for path in sorted(Path(__file__).parent.glob("*.py")))
@@ -54,14 +57,16 @@ class ProductPass(CustomGraphPass):
     which run first. restarts: whether ``TunedMeanwhile`` may be raised. asked: the keys of Problems that are not tuned,
     because that has just been tried; the pass adds those that it tunes. checks_pdl: whether programmatic dependent
     launch, which is on, must be off for graphs in which it is not safe (``hooks.is_pdl_safe``). on_report: called with
-    each graph and its report."""
+    each graph and its report. pools: workers by device, where some were started already; the pass uses them once, and
+    ends them when it has tuned."""
 
     def __init__(
         self, options: Options, before: Sequence[Any] = (), *, restarts: bool = False, asked: set[str] | None = None,
         checks_pdl: bool = False, on_report: Callable[[fx.Graph, GraphReport], None] | None = None,
+        pools: dict[torch.device, WorkerPool] | None = None,
     ) -> None:  # fmt: skip
         self.options, self.before, self.restarts, self.checks_pdl = options, tuple(before), restarts, checks_pdl
-        self.on_report = on_report
+        self.on_report, self._pools = on_report, {} if pools is None else pools
         self.asked = set() if asked is None else asked
 
     def __call__(self, graph: fx.Graph) -> None:
@@ -148,10 +153,13 @@ class ProductPass(CustomGraphPass):
         if store is None:
             return
         log.info("tuning %d problems of a graph on %s", len(problems), device)
-        with outside_of_compilation():
+        with outside_of_compilation(), ExitStack() as stack:
+            pool = self._pools.pop(device) if sizes is None and device in self._pools else None
+            if pool is not None:
+                stack.enter_context(closing(pool))
             tune_on_device(
                 problems, device, store,
-                budget=self.options.budget, backends=self.options.backends, m=sizes, more=more,
+                budget=self.options.budget, backends=self.options.backends, m=sizes, more=more, pool=pool,
             )  # fmt: skip
         RUNTIME.refresh(store)
 

@@ -6,7 +6,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from ..store.base import Store
     from .sizes import Sizes
     from .tuner import Budget
+    from .worker_pool import WorkerPool
 
 log = logging.getLogger("gemmtune")
 
@@ -105,12 +106,14 @@ def tune_on_device(
     search: str = "local",
     m: Sizes | None = None,
     more: Callable[[], Sequence[tuple[Problem, int]]] | None = None,
+    pool: WorkerPool | None = None,
 ) -> list[Decision]:
     """Tune counted Problems for one device and return their decisions: the part that ``tune`` and the command line
     share.
 
     The arguments are those of ``tune``. more: asked for further Problems, which the same worker tunes, each time that
-    all are decided, until it has none; not for a range of M. Decisions that the store cannot take are reported to
+    all are decided, until it has none; not for a range of M. pool: the worker to use, from ``start_workers``; None
+    starts one and ends it; not for a range of M. Decisions that the store cannot take are reported to
     ``progress`` (``DecisionsUnstored``); dispatch is not refreshed.
     """
     from ..core.events import silent
@@ -127,7 +130,7 @@ def tune_on_device(
     )  # fmt: skip
     if m is None:
         decisions: list[Decision] = []
-        with closing(tuner.new_pool()) as pool:
+        with closing(tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
             remaining: Sequence[tuple[Problem, int]] = list(problems)
             while remaining:
                 decisions += tuner.tune(remaining, pool)
@@ -140,6 +143,17 @@ def tune_on_device(
         seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
     )  # fmt: skip
     return plan_tuner.tune(problems, m)[0]
+
+
+def start_workers(device: str | torch.device, store: Store) -> WorkerPool:
+    """Begin to start the processes that tuning on a device needs, and return without waiting: each imports torch, which
+    takes seconds. The caller closes the pool. Raises ValueError and UnsupportedError as ``tuning_target``."""
+    from .tuner import Tuner
+
+    kind = torch.device(device).type
+    pool = Tuner(tuning_target(device), _backend_names(None, kind), store).new_pool()
+    pool.start()
+    return pool
 
 
 def tuning_target(device: str | torch.device) -> Target:

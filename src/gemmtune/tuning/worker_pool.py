@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
+from .. import backends
 from ..backends.base import Artifact
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
@@ -48,6 +49,12 @@ class WorkerPool:
             )
             self._worker.start()
         return self._worker
+
+    def start(self) -> None:
+        """Begin to start the worker and the process that builders are forked from, without waiting."""
+        self.worker()
+        if self._isolate:
+            self.builders.start(backends.names(self._target.device))
 
     @property
     def build_each(self) -> BuildKernels | None:

@@ -115,6 +115,11 @@ class Builders:
                 future = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
                 self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, future)
 
+    def start(self, backend_names: Iterable[str]) -> None:
+        """Begin to start the process that builders are forked from, for some backends, and return. Raises
+        WorkerStartError when it cannot be started."""
+        self._ready_host({module for name in backend_names for module in backends.get(name).preload})
+
     def close(self) -> None:
         """End the process that builders are forked from, and the builds in progress. Idempotent."""
         self._slots.close()

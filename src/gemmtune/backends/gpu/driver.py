@@ -21,7 +21,11 @@ from ...core.errors import KernelError
 from ..base import CAPTURE_FACTS, OVERLAP
 from .artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Header, Tma
 
+_STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+_SHARED_CARVEOUT = 9  # CU_FUNC_ATTRIBUTE_PREFERRED_SHARED_MEMORY_CARVEOUT
+_MOST_SHARED = 81  # CU_DEVICE_ATTRIBUTE_MAX_SHARED_MEMORY_PER_MULTIPROCESSOR
+_RESERVED_SHARED = 111  # CU_DEVICE_ATTRIBUTE_RESERVED_SHARED_MEMORY_PER_BLOCK
 _DEFAULT_SHARED_BYTES = 48 << 10  # a kernel that uses more must ask for it
 _NO_CONTEXT = 201
 _TENSOR_MAP_BYTES = 128
@@ -78,7 +82,11 @@ class Function:
             self.pdl = self._supports_pdl()
             # Queried here, where the context is current: a LaunchArgs may be created on a thread that has no context
             # yet.
-            self.early_trigger_blocks = self._early_trigger_limit() if self.pdl else 0
+            resident = self._resident_blocks()
+            self._prefer_shared_memory(resident)
+            properties = torch.cuda.get_device_properties(device)
+            early = min(resident, _EARLY_BLOCKS) * properties.multi_processor_count
+            self.early_trigger_blocks = early if self.pdl else 0
 
     def _load(self, cubin: bytes) -> int:
         """Load the cubin and return the kernel's handle."""
@@ -95,14 +103,33 @@ class Function:
         """Whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch)."""
         return self.header.waits and _version() >= _PDL_DRIVER_VERSION
 
-    def _early_trigger_limit(self) -> int:
-        """Return how many blocks run at a time, counting at most a few for each multiprocessor."""
+    def _resident_blocks(self) -> int:
+        """Return how many blocks run on a multiprocessor at a time."""
         resident = ctypes.c_int()
         arguments = (ctypes.c_void_p(self.handle), self.threads, ctypes.c_size_t(self.shared))
         status = driver().cuOccupancyMaxActiveBlocksPerMultiprocessor(ctypes.byref(resident), *arguments)
         _check(status, f"asking how many blocks of {self.header.name} fit")
-        multiprocessors = torch.cuda.get_device_properties(self.device).multi_processor_count
-        return int(min(resident.value, _EARLY_BLOCKS) * multiprocessors)
+        return resident.value
+
+    def _prefer_shared_memory(self, blocks: int) -> None:
+        """Have multiprocessors divide their memory into shared memory, as much as some blocks need, and L1 cache.
+
+        Without a preference, a kernel that begins while blocks of the preceding one still run takes that one's
+        division: one for a single block with 200 KB of shared memory leaves a tenth of the L1 cache to a kernel that
+        reads A through it (docs/notes/cuda.md). The driver may ignore the preference.
+        """
+        static, handle = ctypes.c_int(), ctypes.c_void_p(self.handle)
+        _check(driver().cuFuncGetAttribute(ctypes.byref(static), _STATIC_SHARED, handle), "asking for shared memory")
+        block = static.value + self.shared + self._device_attribute(_RESERVED_SHARED)
+        percent = -(-100 * blocks * block // self._device_attribute(_MOST_SHARED))
+        driver().cuFuncSetAttribute(handle, _SHARED_CARVEOUT, min(100, percent))
+
+    def _device_attribute(self, attribute: int) -> int:
+        """Return an attribute of the device."""
+        value = ctypes.c_int()
+        status = driver().cuDeviceGetAttribute(ctypes.byref(value), attribute, self.device)
+        _check(status, f"asking for attribute {attribute} of the device")
+        return value.value
 
     def retry_or_raise(self, status: int, launch: Callable[[], int]) -> None:
         """Launch once more where that may help; raise KernelError where the driver rejects the launch."""
