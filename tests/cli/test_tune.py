@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -44,7 +45,10 @@ class FakeTuner:
         FakeTuner.latency = latency
         self.target, self.store, self.progress = target, store, progress
 
-    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+    def new_pool(self) -> Any:
+        return SimpleNamespace(close=lambda: None)
+
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
         counted_problems, decisions = list(problems), []
         for index, (problem, _) in enumerate(counted_problems):
             if index >= self.interrupt_after:

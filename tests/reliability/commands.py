@@ -36,6 +36,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.dispatch import current_target
 from gemmtune.report import ceilings
 from gemmtune.tuning.tuner import Budget, Tuner
+from gemmtune.tuning.worker_pool import WorkerPool
 from helpers.factories import make_decision
 
 from .checks import Outcome, check
@@ -98,13 +99,13 @@ class QuickTuner(Tuner):
         super().__init__(*args, **{**kwargs, "isolate": False})
         self._budget = Budget(min(self._budget.seconds or 1.0, 0.05), 3)
 
-    def tune(self, problems: Iterable[tuple[Problem, int]]) -> list[Decision]:
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: WorkerPool | None = None) -> list[Decision]:
         pairs = list(problems)
         QuickTuner.runs += 1
         tiny = sum(problem.flops for problem, _ in pairs) < 1e5
         if tiny and QuickTuner.runs % 10 == 0:
             QuickTuner.real += 1
-            return super().tune(pairs)
+            return super().tune(pairs, pool)
         return [self._decide_at_once(problem, index, len(pairs)) for index, (problem, _) in enumerate(pairs)]
 
     def _decide_at_once(self, problem: Problem, index: int, total: int) -> Decision:
