@@ -189,7 +189,7 @@ class PlanTuner:
         """Return the plan that the Decisions and measurements make. Raises WorkerError."""
         if sizes.runs:
             decided = {int(decision.problem["m"]) for decision in decisions if decision.outcome != "inconclusive"}
-            sizes = sizes._replace(tuned=tuple(sorted(decided)))
+            sizes = sizes._replace(tuned=tuple(m for m in sizes.tuned if m in decided))
 
         def session(kind: type[Session]) -> Session:
             return kind(
