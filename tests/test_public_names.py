@@ -27,8 +27,9 @@ SIGNATURES = {
     "mixed_mm": "mat1 mat2 scale zero_point bits group_size bias out_dtype epilogue out",
     "scaled_mm": "mat1 mat2 scale_a scale_b bias scale_result out_dtype use_fast_accum",
     "pack": "weight scale zero_point bits group_size m layout",
-    "tune": "model_or_problems example_inputs budget store backends progress force operands device latency search m",
-    "optimize": "model example_inputs tune memory budget store backends progress latency compare m",
+    "tune": "model_or_problems example_inputs budget store backends progress force operands device latency search m"
+    " config_key",
+    "optimize": "model example_inputs tune memory budget store backends progress latency compare m config_key",
     "compile": "model fullgraph dynamic mode options",
 }
 

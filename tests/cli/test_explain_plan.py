@@ -139,3 +139,14 @@ def test_table_is_thinned_and_has_the_worst_m(run: CommandRunner, tmp_path: Path
     assert len(rows) <= 24
     assert [rows[0][0], rows[-1][0]] == ["1", "128"]
     assert len(run("explain", 8, *WEIGHT, path, "--json").json["plans"][0]["times_over_m"]["unpacked"]) == 128
+
+
+def test_text_says_by_which_key_a_plan_was_made(run: CommandRunner, path: Path, target: Target) -> None:
+    line = "config_key: power_of_2; each interval has the kernel that was tuned for its key"
+    assert line not in run("explain", 48, *WEIGHT, path).out
+    store = open_store(path)
+    store.put_plan(target, replace(make_plan(target), config_key="power_of_2"))
+    store.close()
+    result = run("explain", 48, *WEIGHT, path)
+    assert line in result.out.splitlines()
+    assert "M 1-128 by power_of_2" in result.out

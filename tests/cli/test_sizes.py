@@ -1,4 +1,4 @@
-"""``gemmtune tune --m``, with a fake tuner that stores a planted plan."""
+"""``gemmtune tune --m`` and ``--config-key``, with a fake tuner that stores a planted plan."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -8,7 +8,7 @@ import pytest
 import typer
 
 import gemmtune.tuning.api
-from gemmtune.cli.sizes import parse_m
+from gemmtune.cli.sizes import parse_config_key, parse_m
 from gemmtune.core.events import PlanDone, PlanProgress, ProblemDone, ProblemStarted
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -40,16 +40,25 @@ def test_wrong_m_is_wrong_usage(text: str) -> None:
 
 
 class FakeTuning:
-    """Fake of ``tune_on_device`` that makes one plan. ``m``: what it was called with."""
+    """Fake of ``tune_on_device`` that makes one plan. ``m``, ``config_key``: what it was called with."""
 
     m: Any = None
+    config_key: Any = None
     interrupted = False
     plans = True
 
     def __call__(
-        self, problems: Sequence[tuple[Problem, int]], device: str, store: Store, *, progress: Any, m: Any, **_: Any
+        self,
+        problems: Sequence[tuple[Problem, int]],
+        device: str,
+        store: Store,
+        *,
+        progress: Any,
+        m: Any,
+        config_key: Any,
+        **_: Any,
     ) -> None:
-        self.m = m
+        self.m, self.config_key = m, config_key
         problem, target = problems[0][0], current_target()
         decisions = [make_decision(problem.with_m(size), target=target) for size in (1, 128)]
         for index, decision in enumerate(decisions):
@@ -64,6 +73,17 @@ class FakeTuning:
             problem, [SMALL, LARGE], {"": [(1, 40, SMALL), (41, 128, LARGE)]}, [1, 16, 48, 128], target_key=target.key
         )
         progress(PlanDone(problem.plan_key, plan if self.plans else None, 0))
+
+
+@pytest.mark.parametrize("text", [None, "exact", "power_of_2"])
+def test_parse_config_key(text: str | None) -> None:
+    assert parse_config_key(text, "all") == text
+
+
+@pytest.mark.parametrize(("text", "m"), [("", "all"), ("power_of_3", "all"), ("None", "all"), ("exact", None)])
+def test_wrong_config_key_is_wrong_usage(text: str, m: Any) -> None:
+    with pytest.raises(typer.BadParameter, match="--config-key"):
+        parse_config_key(text, m)
 
 
 @pytest.fixture
@@ -130,3 +150,10 @@ def test_wrong_m_is_exit_code_2(run: CommandRunner, tuning: FakeTuning) -> None:
 def test_without_m_there_are_no_plans(run: CommandRunner, tuning: FakeTuning, tmp_path: Path) -> None:
     run("tune", "8,64,96", "--dtype", "fp32", "--store", tmp_path / "s.db")
     assert tuning.m is None
+
+
+def test_config_key_is_passed_on(run: CommandRunner, tuning: FakeTuning, tmp_path: Path) -> None:
+    args = ("tune", "8,64,96", "--dtype", "fp32", "--store", tmp_path / "s.db", "--config-key", "power_of_2")
+    assert run(*args, "--m", "1:128").code == 0
+    assert (tuning.m, tuning.config_key) == (range(1, 129), "power_of_2")
+    assert run(*args).code == 2

@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
+
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
@@ -13,6 +15,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.timing.size_sweep import SizesTimed
+from gemmtune.tuning import keyed_plan, plan_session, weight_session
 from gemmtune.workers.contract import WorkerLost
 from gemmtune.workers.protocol import SizedCandidate, SizesVerified
 from helpers.serving import decide
@@ -91,6 +94,14 @@ class FakeTime:
 
     def time(self) -> float:
         return self.now
+
+
+def use_fake_time(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
+    """Have the sessions that make plans read a fake time. Return it."""
+    fake_time = FakeTime()
+    for module in (weight_session, plan_session, keyed_plan):
+        monkeypatch.setattr(module, "time", fake_time)
+    return fake_time
 
 
 class FakeWorker:

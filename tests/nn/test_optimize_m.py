@@ -49,6 +49,32 @@ def test_tune_gets_m(options: dict[str, Any], m: Any, own_store: MemoryStore, mo
     assert received == [([3, 3, 5, 5], m)]
 
 
+@pytest.mark.parametrize(("config_key", "options", "error"), [
+    ("power_of_3", {}, ValueError), (64, {}, TypeError), ("exact", {"m": None}, ValueError),
+    (lambda m: m / 2, {"m": range(1, 9)}, TypeError), (lambda m: m, {}, ValueError),
+])  # fmt: skip
+def test_wrong_config_key_is_refused_before_the_model_runs(
+    config_key: Any, options: dict[str, Any], error: type[Exception], own_store: MemoryStore
+) -> None:
+    model = Mlp().eval()
+    model.register_forward_pre_hook(lambda *_: pytest.fail("the model ran"))
+    with pytest.raises(error, match="config_key"):
+        gemmtune.optimize(model, torch.randn(3, 8), config_key=config_key, **options)
+
+
+@pytest.mark.parametrize("config_key", [None, "exact", "power_of_2", abs])
+def test_tune_gets_config_key(config_key: Any, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    received: list[Any] = []
+
+    def fake_tune(problems: Any, **options: Any) -> list[Any]:
+        received.append(options["config_key"])
+        return []
+
+    monkeypatch.setattr(importlib.import_module("gemmtune.tuning.api"), "tune", fake_tune)
+    gemmtune.optimize(Mlp().eval(), torch.randn(3, 8), m=range(1, 65), config_key=config_key)
+    assert received == [config_key]
+
+
 def store_plans(model: nn.Module, x: Tensor, store: MemoryStore, serves_m: tuple[int, int]) -> None:
     """Store a plan for each weight that ``model(x)`` multiplies by, in which packed toy kernels serve."""
     with gemmtune.record() as recording:

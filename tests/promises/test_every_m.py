@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -55,6 +56,28 @@ def test_kernels_wrong_at_some_m_do_not_serve() -> None:
     for m in range(1, 33):
         x = torch.randn(m, 96)
         torch.testing.assert_close(gemmtune.linear(x, weight), torch.nn.functional.linear(x, weight))
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_kernels_of_keys_are_right_at_every_m_that_they_serve() -> None:
+    """The fastest planted kernels are right at the M that represent the keys, and wrong at every seventh M."""
+    backends.register("planted", planted_kernels.ENTRY_POINT)
+    store, problem = MemoryStore(), linear_problem(32, 64, 96, "float32")
+    options: dict[str, Any] = {"budget": 0.5, "store": store, "backends": ["planted"]}
+    decisions = gemmtune.tune(problem, m=range(1, 33), config_key=lambda m: 8 if m <= 8 else 29, **options)
+    assert [decision.problem["m"] for decision in decisions] == [8, 29]
+    plan = store.get_plan(current_target(), problem.plan_key)
+    if all(decision.outcome == "inconclusive" for decision in decisions):  # on a loaded machine
+        return
+    assert plan is not None
+    assert all([(i.first, i.last) for i in found] == [(1, 8), (9, 32)] for found in plan.intervals.values())
+    assert_right_where_they_serve(plan)
+    weight = torch.randn(64, 96)
+    for m in range(1, 33):
+        x = torch.randn(m, 96)
+        torch.testing.assert_close(gemmtune.linear(x, weight), torch.nn.functional.linear(x, weight))
+    gemmtune.tune(problem, m=range(1, 33), config_key="exact", **options)
+    assert store.get_plan(current_target(), problem.plan_key) is None
 
 
 def assert_right_where_they_serve(plan: TunedPlan) -> None:

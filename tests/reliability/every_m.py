@@ -20,7 +20,7 @@ from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store import MemoryStore, SqliteStore
-from gemmtune.tuning import plan_session
+from gemmtune.tuning import plan_session, weight_session
 from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
 from helpers import plans
@@ -68,7 +68,11 @@ def _regrets(seed: int) -> list[float]:
     timed = [SimulatedKernel(kernel.candidate, noisy(kernel.seconds)) for kernel in kernels]
     worker = FakeWorker(clock, timed, noisy(plain), timing_s=2e-2)
     decisions, sizes = decisions_at(kernels, _TUNED, plans.PROBLEM, plain), SizeRange(1, _LAST, _TUNED)
-    with mock.patch.object(plan_session, "time", clock), mock.patch.object(plan_session, "SERVING_S", 0.0):
+    with (
+        mock.patch.object(plan_session, "time", clock),
+        mock.patch.object(weight_session, "time", clock),
+        mock.patch.object(weight_session, "SERVING_S", 0.0),
+    ):
         plan = PlanSession(
             plans.PROBLEM, current_target(), MemoryStore(), worker, decisions, sizes, silent, seed, counts={}
         ).run(6.0)  # fmt: skip

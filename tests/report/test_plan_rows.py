@@ -7,6 +7,7 @@ from gemmtune.report.plan_rows import (
     intervals_text,
     noise_text,
     plain_kernel,
+    plan_document,
     plan_line,
     short_names,
     summarize_layouts,
@@ -40,6 +41,9 @@ def test_plan_line() -> None:
     )
     one = planted_plan(PROBLEM, [SMALL], {"": [(1, 16, SMALL)]}, [1, 16], target_key="t")
     assert plan_line(one) == "Mx64x96 fp32: M 1-16, 1 kernel in 1 interval, worst regret 0.0%"
+    keyed = replace(one, config_key="power_of_2")
+    assert plan_line(keyed) == "Mx64x96 fp32: M 1-16 by power_of_2, 1 kernel in 1 interval, worst regret 0.0%"
+    assert (plan_document(keyed)["config_key"], plan_document(one)["config_key"]) == ("power_of_2", None)
     untimed = replace(one, kernels=tuple(replace(kernel, times={}) for kernel in one.kernels))
     assert plan_line(untimed) == "Mx64x96 fp32: M 1-16, 1 kernel in 1 interval"
 

@@ -273,3 +273,9 @@ def test_mutated_bytes_decode_to_a_valid_plan_or_are_damaged(data: st.DataObject
             assert kernel.verdict is not None
             assert kernel.verdict.ok
             assert (kernel.packing or "") == packing
+
+
+def test_plan_from_before_config_key_is_read() -> None:
+    record = msgspec.json.decode(encode_plan(make_plan()))
+    del record["config_key"]
+    assert decode_plan(msgspec.json.encode(record), TARGET.key, PROBLEM.plan_key) == make_plan()

@@ -73,6 +73,30 @@ def test_tune_accepts_a_model_with_example_inputs() -> None:
     assert sorted(d.problem["m"] for d in decisions) == [1, 1, 2, 2, 3, 3]
 
 
+def test_config_key_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class FakePlanTuner:
+        def __init__(self, *_: Any, config_key: Any, **options: Any) -> None:
+            seen.append(config_key)
+
+        def tune(self, problems: Any, m: Any) -> tuple[list[Decision], list[Any]]:
+            return [], []
+
+    monkeypatch.setattr("gemmtune.tuning.plan_tuner.PlanTuner", FakePlanTuner)
+    gemmtune.tune(linear_problem(1, 5, 4, "float32"), m="all", config_key=abs, store=MemoryStore())
+    assert seen == [abs]
+
+
+@pytest.mark.parametrize(("config_key", "m", "error"), [
+    ("power_of_3", "all", ValueError), (8, "all", TypeError), ("exact", None, ValueError), (abs, None, ValueError),
+])  # fmt: skip
+def test_wrong_config_key_is_refused(config_key: Any, m: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="config_key"):
+        gemmtune.tune(linear_problem(1, 5, 4, "float32"), m=m, config_key=config_key)
+    assert FakeTuner.arguments == []
+
+
 def test_options_are_passed_to_the_tuner() -> None:
     other = MemoryStore()
     gemmtune.tune(linear_problem(1, 5, 4, "float32"), budget=2, backends=["aten"], force=True, store=other)

@@ -9,7 +9,15 @@ import pytest
 
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
-from gemmtune.tuning.plan_pool import LAYOUT_WITHIN, MAX_PER_DECISION, WITHIN, PoolKernel, kernel_pool, nearest_sizes
+from gemmtune.tuning.plan_pool import (
+    LAYOUT_WITHIN,
+    MAX_PER_DECISION,
+    WITHIN,
+    PoolKernel,
+    kernel_pool,
+    nearest_sizes,
+    served_pool,
+)
 from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
 
 TUNED = (1, 8, 48, 256)
@@ -146,3 +154,17 @@ def test_kernel_that_no_surrounding_slows_has_no_surcharge() -> None:
 ])  # fmt: skip
 def test_nearest_sizes_are_on_both_sides(m: int, expected: set[int]) -> None:
     assert nearest_sizes({1, 8, 48, 192}, m) == expected
+
+
+def test_served_pool_has_one_kernel_of_each_layout_and_decision() -> None:
+    slow_layout = simulated("q", lambda m: 2.0 * SMALL.seconds(m), packing="q")
+    pool = served_pool(decisions_at([SMALL, LARGE, slow_layout], TUNED))
+    assert {kernel.id: kernel.found_at for kernel in pool} == {
+        PLAIN.id: set(TUNED), SMALL.id: {1, 8, 48}, LARGE.id: {256}, slow_layout.id: set(TUNED),
+    }  # fmt: skip
+
+
+def test_served_pool_has_no_kernel_where_plain_serves() -> None:
+    slow = simulated("slow", lambda m: 1.2 * PLAIN_S(m))
+    assert ids(served_pool(decisions_at([slow], TUNED))) == [PLAIN.id]
+    assert ids(served_pool(decisions_at([SMALL], TUNED), {SMALL.id})) == [PLAIN.id]

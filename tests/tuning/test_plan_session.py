@@ -20,10 +20,11 @@ from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
 from gemmtune.store import MemoryStore
-from gemmtune.tuning import plan_session
+from gemmtune.tuning import plan_session, weight_session
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
+from gemmtune.tuning.worker_pool import BuildKernels
 from gemmtune.workers.contract import WorkerLost
 from helpers.plans import (
     LARGE,
@@ -38,6 +39,7 @@ from helpers.plans import (
     serving_kernels,
     simulated,
     staircase,
+    use_fake_time,
 )  # fmt: skip
 
 TUNED = (1, 8, 48, 256)
@@ -52,10 +54,8 @@ def fastest(m: int) -> float:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake_time = FakeTime()
-    monkeypatch.setattr(plan_session, "time", fake_time)
-    monkeypatch.setattr(plan_session, "SERVING_S", 0.0)
-    return fake_time
+    monkeypatch.setattr(weight_session, "SERVING_S", 0.0)
+    return use_fake_time(monkeypatch)
 
 
 @pytest.fixture
@@ -72,13 +72,14 @@ def run_session(
     sizes: SizeRange = RANGE,
     counts: Mapping[int, int] = {},
     progress: Callable[[Event], None] = silent,
+    build: BuildKernels | None = None,
     **options: Any,
 ) -> TunedPlan | None:
     decisions = decisions_at(kernels, sizes.tuned)
     session = PlanSession(
         PROBLEM, current_target(), store, worker, decisions, sizes, progress, 0, counts=counts, **options
     )  # type: ignore[arg-type]
-    plan = session.run(seconds)
+    plan = session.run(seconds, build)
     if plan is not None:
         store.put_plan(current_target(), plan)  # which checks it
     return plan
@@ -313,7 +314,7 @@ def test_kernel_slowed_by_its_surroundings_below_plain_does_not_serve(clock: Fak
 def test_overhead_of_a_call_keeps_short_kernels_from_serving(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(plan_session, "SERVING_S", 3e-6)
+    monkeypatch.setattr(weight_session, "SERVING_S", 3e-6)
     kernel = simulated("k", lambda m: 0.8 * PLAIN_S(m))  # 2 us less at M = 1, 12 us less at M = 512
     plan, _ = make_plan(clock, [kernel], store)
     assert plan.overhead_s == 3e-6
@@ -373,6 +374,7 @@ def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryS
     session = PlanSession(
         PROBLEM, current_target(), store, worker, decisions_at(kernels, TUNED), RANGE, silent, 0, counts={}
     )  # type: ignore[arg-type]
+    session._extend_pool()
     session._time({32: [packed.id], 64: [packed.id]}, 1.0)
     session._time({32: [packed.id]}, 1.0)
     worker.stalls[SMALL.id, 32] = 5.0

@@ -33,6 +33,7 @@ from helpers.plans import (
     SimulatedKernel,
     decisions_at,
     serving_kernels,
+    use_fake_time,
 )  # fmt: skip
 
 
@@ -79,9 +80,7 @@ class FakeTuner:
 
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    fake_time = FakeTime()
-    monkeypatch.setattr(plan_session, "time", fake_time)
-    return fake_time
+    return use_fake_time(monkeypatch)
 
 
 @pytest.fixture
@@ -207,6 +206,124 @@ def test_narrower_plan_is_replaced_by_one_of_both_ranges(
     # The M from whose Decisions the earlier plan's kernels come are among the later one's.
     assert {kernel.tuned_m for kernel in narrow.kernels} <= set(tuner.tuned[0])
     assert tuner.worker.timed
+
+
+# --- config_key
+
+
+def halves(m: int) -> int:
+    return 32 if m <= 32 else 128
+
+
+def quarters(m: int) -> int:
+    return 32 * -(-m // 32)
+
+
+def tune_keyed(tuner: FakeTuner, store: MemoryStore, config_key: Any, m: Any = range(1, 129)) -> TunedPlan:
+    (plan,) = tune(tuner, store, m, config_key=config_key)[1]
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+    return plan
+
+
+def test_keys_divide_the_range(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    plan = tune_keyed(tuner, store, halves)
+    assert tuner.tuned == [[32, 128]]
+    assert [(interval.first, interval.last) for interval in plan.intervals[""]] == [(1, 32), (33, 128)]
+    assert timed_m(tuner) == {1, 32, 33, 128}
+
+
+def test_recorded_m_are_not_tuned_besides_the_keys(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    tune(tuner, store, "all", [(PROBLEM.with_m(700), 5), (PROBLEM.with_m(3), 2)], config_key="power_of_2")
+    assert tuner.tuned == [[1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 700]]
+
+
+def test_exact_keys_make_no_plan(clock: FakeTime, store: MemoryStore) -> None:
+    tuner, events = FakeTuner(clock), list[Event]()
+    decisions, plans = tune(tuner, store, [8, 64], config_key="exact", progress=events.append)
+    assert (tuner.tuned, len(decisions), plans) == ([[8, 64]], 2, [])
+    assert events == [PlanDone(PROBLEM.plan_key, None, 0)]
+    assert timed_m(tuner) == set()
+
+
+def test_exact_keys_remove_a_stored_plan(clock: FakeTime, store: MemoryStore) -> None:
+    tune_keyed(FakeTuner(clock), store, halves)
+    tune(FakeTuner(clock), store, [8, 64], config_key="exact")
+    assert store.get_plan(current_target(), PROBLEM.plan_key) is None
+
+
+def test_plan_that_cannot_be_removed_is_a_warning(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*_: object) -> None:
+        raise StoreError("disk full")
+
+    tune_keyed(FakeTuner(clock), store, halves)
+    monkeypatch.setattr(MemoryStore, "remove_plan", refuse)
+    assert len(tune(FakeTuner(clock), store, [8], config_key="exact")[0]) == 1
+    assert "is not removed, and goes on serving: disk full" in caplog.text
+
+
+@pytest.mark.parametrize(("earlier", "later"), [
+    (None, halves), (halves, None), (halves, quarters), ("power_of_2", halves), (halves, "power_of_2"),
+])  # fmt: skip
+def test_plan_with_another_key_is_replaced(clock: FakeTime, store: MemoryStore, earlier: Any, later: Any) -> None:
+    tune_keyed(FakeTuner(clock), store, earlier, range(1, 257))
+    tuner = FakeTuner(clock)
+    plan = tune_keyed(tuner, store, later)
+    assert tuner.worker.timed
+    assert (plan.first, plan.last) == (1, 128)
+
+
+def test_function_of_the_same_name_with_other_keys_is_another(clock: FakeTime, store: MemoryStore) -> None:
+    tune_keyed(FakeTuner(clock), store, lambda m: 32 if m <= 32 else 128)
+    tuner = FakeTuner(clock)
+    plan = tune_keyed(tuner, store, lambda m: 64 if m <= 64 else 128)
+    assert tuner.worker.timed
+    assert [interval.last for interval in plan.intervals[""]] == [64, 128]
+
+
+@pytest.mark.parametrize("config_key", [halves, "power_of_2"])
+@pytest.mark.parametrize("m", [range(1, 129), range(5, 100)])
+def test_keyed_plan_that_covers_the_range_is_kept(
+    clock: FakeTime, store: MemoryStore, config_key: Any, m: range
+) -> None:
+    plan = tune_keyed(FakeTuner(clock), store, config_key)
+    tuner = FakeTuner(clock)
+    assert tune_keyed(tuner, store, config_key, m) == plan
+    assert tuner.worker.timed == []
+    assert {size for sizes in tuner.tuned for size in sizes} <= set(plan.tuned)
+
+
+def test_narrower_keyed_plan_is_replaced_by_one_of_both_ranges(clock: FakeTime, store: MemoryStore) -> None:
+    tune_keyed(FakeTuner(clock), store, halves, range(1, 20))
+    tuner = FakeTuner(clock)
+    plan = tune_keyed(tuner, store, halves, range(30, 129))
+    assert [(interval.first, interval.last) for interval in plan.intervals[""]] == [(1, 32), (33, 128)]
+    assert tuner.tuned == [[32, 128]]  # not 19, which represented the key before
+
+
+def test_undecided_key_is_tried_again(clock: FakeTime, store: MemoryStore) -> None:
+    class Disturbed(FakeTuner):
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+            first, *others = super().tune(problems, pool)
+            return [msgspec.structs.replace(first, outcome="inconclusive"), *others]
+
+    plan = tune_keyed(Disturbed(clock), store, halves)
+    assert [interval.kernel for interval in plan.intervals[""]] == [PLAIN.id, LARGE.id]
+    assert plan.tuned == (128,)
+    plan = tune_keyed(FakeTuner(clock), store, halves)
+    assert [interval.kernel for interval in plan.intervals[""]] == [SMALL.id, LARGE.id]
+
+
+def test_bad_key_functions_are_refused_before_anything_is_tuned(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    with pytest.raises(TypeError, match="must return an int"):
+        tune(tuner, store, range(1, 5), config_key=lambda m: m / 2)
+    with pytest.raises(ValueError, match="512 runs"):
+        tune(tuner, store, "all", config_key=lambda m: m)
+    assert tuner.pools == []
 
 
 # --- two tuners

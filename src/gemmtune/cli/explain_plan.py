@@ -84,6 +84,10 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
     out.print(plan.plan_key, soft_wrap=True)
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(plan.created))
     out.print(f"made {created} in {plan.seconds:.1f} s, seed {plan.seed}, target {plan.target_key}")
+    if plan.config_key:
+        out.print(
+            f"config_key: {plan.config_key}; each interval has the kernel that was tuned for its key", soft_wrap=True
+        )
     if plan.counts:
         counts = ", ".join(f"{size} ({count})" for size, count in sorted(plan.counts.items()))
         out.print(f"M that a model ran at, with calls: {counts}", soft_wrap=True)

@@ -1,8 +1,9 @@
-"""The option ``--m``: the M that a weight is tuned for."""
+"""The options ``--m`` and ``--config-key``: the M that a weight is tuned for, and which of them share a kernel."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
@@ -20,8 +21,18 @@ MOption = Annotated[
     ),
 ]  # fmt: skip
 
+ConfigKeyOption = Annotated[
+    str | None,
+    typer.Option(
+        "--config-key", metavar="KEY",
+        help="With --m: which M share a kernel. power_of_2: those with the same next power of two; exact: none, other "
+        "M than the tuned ones are left to ATen [default: intervals found by measurements].",
+    ),
+]  # fmt: skip
+
 _ALLOWED = "--m is a range as 1:8192 (both ends included), all, or hints as 64,256,4096"
 _LIMIT = 1 << 31
+_KEYS: Mapping[str, Literal["exact", "power_of_2"]] = {"exact": "exact", "power_of_2": "power_of_2"}
 
 
 def parse_m(text: str | None) -> Sizes | None:
@@ -45,3 +56,17 @@ def parse_m(text: str | None) -> Sizes | None:
     if sizes[0] > sizes[1]:
         fail_usage(f"a range of --m begins with its least M: {sizes[1]}:{sizes[0]}; got {text!r}")
     return range(sizes[0], sizes[1] + 1)
+
+
+def parse_config_key(text: str | None, m: Sizes | None) -> Literal["exact", "power_of_2"] | None:
+    """Return the ``config_key`` for ``gemmtune.tune`` that the option stands for; None without the option.
+
+    m: what ``parse_m`` returned. Exit with wrong usage for an unknown key, and without ``--m``.
+    """
+    if text is None:
+        return None
+    if m is None:
+        fail_usage("--config-key divides a range of M: it needs --m")
+    if text not in _KEYS:
+        fail_usage(f"--config-key is {' or '.join(_KEYS)}; got {text!r}")
+    return _KEYS[text]

@@ -31,7 +31,7 @@ from .common import (
     require_memory,
     selected_tuning_target,
 )
-from .sizes import MOption, parse_m
+from .sizes import ConfigKeyOption, MOption, parse_config_key, parse_m
 
 if TYPE_CHECKING:
     from ..core.problem import Problem
@@ -39,6 +39,7 @@ if TYPE_CHECKING:
     from ..report.layers import Model
     from ..store.base import Store
     from ..timing.clock import Latency
+    from ..tuning.config_keys import ConfigKey
     from ..tuning.sizes import Sizes
     from .progress import ProgressState
 
@@ -58,6 +59,7 @@ def tune(
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     m: MOption = None,
+    config_key: ConfigKeyOption = None,
     backends: BackendsOption = None,
     budget: BudgetOption = None,
     hot: HotOption = False,
@@ -78,6 +80,7 @@ def tune(
     """
     model, shapes = split_what(what or [])
     parsed_latency, sizes = parse_latency(latency), parse_m(m)
+    key = parse_config_key(config_key, sizes)
     parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
         groups_by_device = problems_by_device(model, shapes, workload, dtype, bias=bias, device=device)
@@ -102,6 +105,7 @@ def tune(
             board, interrupted = run(
                 problems, group.device, names, store,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board, m=sizes,
+                config_key=key,
             )  # fmt: skip
             store_ceilings(store, target)
             store_layers(store, target, model, group.layers)
@@ -135,9 +139,10 @@ def run(
     latency: Latency = "graph",
     board: ProgressState | None = None,
     m: Sizes | None = None,
+    config_key: ConfigKey | None = None,
 ) -> tuple[ProgressState, bool]:
     """Tune problems on one device with the progress display, and store the decisions; with ``m``, which is as for
-    ``gemmtune.tune``, plans for their weights too.
+    ``gemmtune.tune``, plans for their weights too, with a ``config_key`` by its keys.
 
     Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
     """
@@ -149,7 +154,7 @@ def run(
         try:
             tune_on_device(
                 problems, device, store, budget=budget, backends=names, progress=progress, force=force,
-                operands="hot" if hot else "cold", latency=latency, m=m,
+                operands="hot" if hot else "cold", latency=latency, m=m, config_key=config_key,
             )  # fmt: skip
         except KeyboardInterrupt:
             return board, True

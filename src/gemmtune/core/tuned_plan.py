@@ -56,7 +56,9 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     regret that the choice of kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed
     there). counts: the calls by M that were recorded, which weigh more; empty when none were. seconds: the time that
     tuning took, without that of the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call
-    of plain PyTorch, which the times do not contain.
+    of plain PyTorch, which the times do not contain. config_key: the name of the ``config_key`` whose keys divided the
+    range; "": the intervals were found by measurements. With a name, an interval is a run of M with one key, ``bound``
+    does not hold, and ``tuned`` are the M that represent the keys, of those that were decided.
     """
 
     plan_key: str
@@ -75,6 +77,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     created: float = 0.0
     tuned: tuple[int, ...] = ()
     overhead_s: float = 0.0
+    config_key: str = ""
 
     def find(self, kernel_id: str) -> PlanKernel | None:
         """Return a kernel by its id; None when there is none."""

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from ..core.decision import Decision
     from ..core.events import Progress
     from ..store.base import Store
+    from ..tuning.config_keys import ConfigKey
     from ..tuning.sizes import Sizes
 
 log = logging.getLogger("gemmtune")
@@ -54,6 +55,7 @@ def optimize(
     latency: Literal["graph", "eager"] = "graph",
     compare: bool | None = None,
     m: Sizes | None = "all",
+    config_key: ConfigKey | None = None,
 ) -> Handle:
     """Pack in place each weight of a model for which a kernel was faster than PyTorch's, and return a Handle.
 
@@ -74,6 +76,7 @@ def optimize(
         None, which takes less time: each product at its M in the examples only. Plans for a range of M that the store
         has are used in any case; on a GPU, all of their kernels are loaded at once, so that CUDA graphs can be captured
         at any M of the range.
+    config_key: coarsens ``m``, as for ``gemmtune.tune``: None, ``"exact"``, ``"power_of_2"`` or a function of M.
 
     A Parameter [N, K] or [K, N] is packed if F.linear, matmul, mm or addmm multiplies by it in ``forward``. It is still
     a Parameter of its shape and dtype: reading it unpacks it, writing to it packs the new values, and ``state_dict()``
@@ -83,7 +86,7 @@ def optimize(
     function besides its product reads it (unless memory >= 2, with which the raw weight is kept beside the packed one).
     Raises TypeError, ValueError, and what the model raises.
     """
-    _require_valid(model, example_inputs, memory, m)
+    _require_valid(model, example_inputs, memory, m, config_key)
     handle = Handle()
     all_sites = find_sites(model, memory, handle.left)
     recorded = observe(model, example_inputs, all_sites, handle.left)
@@ -96,7 +99,7 @@ def optimize(
             if is_served(device):
                 decisions += tune_now(
                     recorded.on(device), budget=budget, store=store, backends=backends, progress=progress,
-                    device=device, latency=latency, m=m,
+                    device=device, latency=latency, m=m, config_key=config_key,
                 )  # fmt: skip
     else:
         RUNTIME.refresh(store)
@@ -115,7 +118,9 @@ def optimize(
     return handle
 
 
-def _require_valid(model: nn.Module, example_inputs: Any, memory: float, m: Sizes | None) -> None:
+def _require_valid(
+    model: nn.Module, example_inputs: Any, memory: float, m: Sizes | None, config_key: ConfigKey | None
+) -> None:
     """Raise TypeError or ValueError for arguments of ``optimize`` that are wrong, before the model runs."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"optimize(): expected a torch.nn.Module, not {type(model).__name__}")
@@ -126,10 +131,14 @@ def _require_valid(model: nn.Module, example_inputs: Any, memory: float, m: Size
     if not memory >= 1:
         raise ValueError(f"optimize(): memory must be at least 1 (times the raw weight's bytes); got {memory!r}")
     as_calls(example_inputs)
+    from ..tuning.config_keys import keyed, require_keyed_range
+
+    require_keyed_range(config_key, m)
     if m is not None:
         from ..tuning.sizes import parse_sizes
 
-        parse_sizes(m, devices.get("cpu").profile)  # only to raise early: what is valid does not depend on the device
+        # Only to raise early: what is valid for the CPU's range, which is shorter than others, is likely to be valid.
+        keyed(parse_sizes(m, devices.get("cpu").profile), config_key)
 
 
 def _preload_plans(handle: Handle) -> None:

@@ -78,11 +78,13 @@ def _summarize(plan: TunedPlan, packing: str) -> LayoutSummary:
 
 
 def plan_line(plan: TunedPlan) -> str:
-    """Return a plan as one line: ``Mx64x96 fp32: M 1-512, 3 kernels in 5 intervals, worst regret 3.1% at M = 96``."""
+    """Return a plan as one line: ``Mx64x96 fp32: M 1-512, 3 kernels in 5 intervals, worst regret 3.1% at M = 96``; of a
+    ``config_key`` ``M 1-512 by power_of_2``."""
     rows = summarize_layouts(plan)
     kernels = len({interval.kernel for spans in plan.intervals.values() for interval in spans})
     intervals = sum(row.intervals for row in rows)
-    text = f"M {plan.first}-{plan.last}, {_count(kernels, 'kernel')} in {_count(intervals, 'interval')}"
+    keys = f" by {plan.config_key}" if plan.config_key else ""
+    text = f"M {plan.first}-{plan.last}{keys}, {_count(kernels, 'kernel')} in {_count(intervals, 'interval')}"
     if len(rows) > 1:
         text += f" of {len(rows)} layouts"
     worst = max((row for row in rows if row.regret is not None), key=lambda row: row.regret or 0.0, default=None)
@@ -107,6 +109,7 @@ def plan_document(plan: TunedPlan) -> dict[str, Any]:
         "label": weight_label(Problem.from_dict(plan.problem)),
         "first": plan.first,
         "last": plan.last,
+        "config_key": plan.config_key or None,
         "measured": len(measured_sizes(plan)),
         "layouts": layouts,
         "seconds": plan.seconds,

@@ -51,7 +51,7 @@ _STORES: weakref.WeakSet[Store] = weakref.WeakSet()
 class Store(ABC):
     """Decisions, plans and failures of candidates by Target, with one transaction per record.
 
-    A store without plans need not define ``get_plan``, ``put_plan`` and ``plans``.
+    A store without plans need not define ``get_plan``, ``put_plan``, ``remove_plan`` and ``plans``.
 
     Readers treat a damaged record as a miss and warn once; writers raise StoreError.
     """
@@ -116,6 +116,13 @@ class Store(ABC):
         cannot be written. This default implementation always raises StoreError.
         """
         raise StoreError(f"{type(self).__name__} keeps no plans")
+
+    def remove_plan(self, target: Target, plan_key: str) -> None:
+        """Remove the plan for a weight, if there is one; its decisions stay.
+
+        Raises StoreError when the store cannot be written. This default implementation always raises StoreError.
+        """
+        raise StoreError(f"{type(self).__name__} removes no plans")
 
     def plans(self, target: Target | None = None) -> Iterator[TunedPlan]:
         """Yield the plans of one target, or of all targets, newest first.

@@ -45,6 +45,10 @@ class MemoryStore(Store):
     def put_plan(self, target: Target, plan: TunedPlan) -> None:
         self._put_all([], [(target, plan)])
 
+    def remove_plan(self, target: Target, plan_key: str) -> None:
+        with self._lock:
+            self._plans.pop((target.key, plan_key), None)
+
     def _put_all(
         self, decisions: list[tuple[Target, Decision]], plans: list[tuple[Target, TunedPlan]] | None = None
     ) -> None:

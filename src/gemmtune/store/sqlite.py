@@ -198,6 +198,10 @@ class SqliteStore(Store):
     def put_plan(self, target: Target, plan: TunedPlan) -> None:
         self._put_all([], [(target, plan)])
 
+    def remove_plan(self, target: Target, plan_key: str) -> None:
+        sql = "DELETE FROM plans WHERE target_key = ? AND plan_key = ?"
+        self._write(lambda connection: connection.execute(sql, (target.key, plan_key)))
+
     def import_(self, path: Path, report: Report = warn) -> int:
         content = read_export(path)
         decisions = legal_only(content.decisions, report)

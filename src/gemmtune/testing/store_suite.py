@@ -245,6 +245,17 @@ class StoreSuite:
         assert plan_store.get_plan(TARGET, PROBLEM.plan_key) == newer
         assert list(plan_store.plans()) == [newer]
 
+    def test_remove_plan_leaves_other_records(self, plan_store: Store) -> None:
+        other = make_plan(replace(PROBLEM, n=6))
+        plan_store.put(TARGET, make_decision())
+        for plan in (make_plan(), other):
+            plan_store.put_plan(TARGET, plan)
+        plan_store.remove_plan(TARGET, PROBLEM.plan_key)
+        plan_store.remove_plan(TARGET, PROBLEM.plan_key)
+        assert plan_store.get_plan(TARGET, PROBLEM.plan_key) is None
+        assert list(plan_store.plans()) == [other]
+        assert plan_store.get(TARGET, PROBLEM.key) == make_decision()
+
     def test_put_plan_refuses_another_targets_plan(self, plan_store: Store) -> None:
         with pytest.raises(ValueError, match="was made for target"):
             plan_store.put_plan(replace(TARGET, threads=9), make_plan())

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..core.events import Progress
     from ..core.target import Target
     from ..store.base import Store
+    from .config_keys import ConfigKey
     from .sizes import Sizes
     from .tuner import Budget
     from .worker_pool import WorkerPool
@@ -47,6 +48,7 @@ def tune(
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
     m: Sizes | None = None,
+    config_key: ConfigKey | None = None,
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem, store the decisions and return them.
 
@@ -67,13 +69,20 @@ def tune(
     tuned, and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M,
     besides the decisions. None: each Problem is tuned for its own M only.
 
+    config_key: coarsens ``m``: all M of the range that have one key share one kernel, the one that a tuning of the M
+    that represents the key found (the key itself where a run of its M has it). ``"power_of_2"``: the key is the next
+    power of two; a function returns the key of an M, an int. Each key costs a tuning. ``"exact"``: each tuned M is its
+    own key, and the store has no plan. None: measurements find the intervals of M that share a kernel.
+
     Raises TypeError, ValueError, UnsupportedError (no such device on this machine), WorkerError.
     """
     from ..store import open_store
+    from .config_keys import require_keyed_range
     from .tuner import inconclusive_summary
 
     if operands not in ("cold", "hot"):
         raise ValueError(f"tune(): operands must be 'cold' or 'hot'; got {operands!r}")
+    require_keyed_range(config_key, m)
     if latency not in ("graph", "eager"):
         raise ValueError(f"tune(): latency must be 'graph' or 'eager'; got {latency!r}")
     by_device = _by_device(model_or_problems, example_inputs, device)
@@ -84,6 +93,7 @@ def tune(
             decisions += tune_on_device(
                 problems, target_device, decision_store, budget=budget, backends=backends, progress=progress,
                 force=force, operands=operands, latency=latency, search=search, m=m,
+                config_key=config_key,
             )  # fmt: skip
     finally:
         runtime.RUNTIME.refresh(decision_store)
@@ -105,6 +115,7 @@ def tune_on_device(
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
     m: Sizes | None = None,
+    config_key: ConfigKey | None = None,
     more: Callable[[], Sequence[tuple[Problem, int]]] | None = None,
     pool: WorkerPool | None = None,
 ) -> list[Decision]:
@@ -141,6 +152,7 @@ def tune_on_device(
     plan_tuner = PlanTuner(
         tuner, tuning_target(device), store,
         seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
+        config_key=config_key,
     )  # fmt: skip
     return plan_tuner.tune(problems, m)[0]
 

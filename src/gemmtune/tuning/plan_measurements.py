@@ -134,7 +134,7 @@ class Measurements:
         if not curves.times or not curves.sizes:
             return {}
         points = self.serving(curves)
-        if packing and (slow := self._slower_than_plain(points)):
+        if packing and (slow := self.slower_than_plain(points)):
             return self._again(curves, slow)
         if holes := self._holes(curves, set(points.values())):
             return holes
@@ -159,7 +159,7 @@ class Measurements:
                 self.out[name] = f"irregular: slower at M = {certain[name][0]} than at a larger M"
         return again
 
-    def _slower_than_plain(self, points: Mapping[int, str]) -> dict[int, list[str]]:
+    def slower_than_plain(self, points: Mapping[int, str]) -> dict[int, list[str]]:
         """Return the M to measure again because the kernel of a packed layout looked slower than ATen's plain op, with
         these kernels: one such M keeps the layout from serving."""
         return {

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from statistics import mean, median
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.problem import Problem
-from ..dispatch.portfolio import is_fallback_template
+from ..dispatch.portfolio import is_fallback_template, tuned_point
 from ..verify.row_counts import tile_rows
 
 WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
 LAYOUT_WITHIN = 1.25  # a packed layout is, if its least time at one M is within this factor of the least of all
 MAX_PER_DECISION = 3  # of one layout
+
+RowsOf = Callable[[Decision, str, Collection[str]], list[Evidence]]
 
 
 @dataclass
@@ -55,12 +57,24 @@ def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> 
     ATen's plain op. No kernel is compared with them. Kernels that had no paired test have the median surcharge of those
     of their layout that had one.
     """
+    return _pool(decisions, faulty, _fast_rows)
+
+
+def served_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> list[PoolKernel]:
+    """Return ATen's plain op and, for each layout of each Decision, the one kernel that serves its M in that layout, as
+    ``kernel_pool`` does. ``found_at`` has the M of these Decisions. A Decision by which ATen's plain op serves the raw
+    layout adds no other kernel of it."""
+    return _pool(decisions, faulty, _served_rows)
+
+
+def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsOf) -> list[PoolKernel]:
+    """Return the kernels of the rows ``rows_of(decision, plain op, ids left out)``."""
     failed = failed_candidates(decisions)
     pool: dict[str, PoolKernel] = {}
     plain = _plain_op(decisions, failed)
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
-        for row in _fast_rows(decision, plain, {*failed, *faulty} - {plain}):
+        for row in rows_of(decision, plain, {*failed, *faulty} - {plain}):
             _add(pool, row, problem.m, plain)
     _set_surcharges(pool, decisions)
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
@@ -135,6 +149,13 @@ def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list
             count[row.packing] = count.get(row.packing, 0) + 1
             chosen.append(row)
     return chosen
+
+
+def _served_rows(decision: Decision, plain: str, without: Collection[str]) -> list[Evidence]:
+    """Return the row of ATen's plain op, and that of the kernel that the Decision has serve each layout."""
+    options = tuned_point(decision).options
+    served = {option.candidate.id for packing, option in options.items() if packing is not None or option.beats_aten}
+    return [row for row in timed_rows(decision.evidence) if row.id in {plain, *served} and row.id not in without]
 
 
 def timed_rows(rows: Iterable[Evidence]) -> list[Evidence]:

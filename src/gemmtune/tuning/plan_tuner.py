@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from ..core import devices
 from ..core.decision import Decision
@@ -17,16 +18,21 @@ from ..core.target import Target
 from ..core.tuned_plan import TunedPlan
 from ..store.base import Store
 from ..workers.contract import WorkerStartError
+from .config_keys import ConfigKey, keyed
+from .keyed_plan import KeyedSession
 from .plan_session import PlanSession
 from .predicted_kernels import expected_kernels
 from .sizes import SizeRange, Sizes, parse_sizes
 from .tuner import LEASE_S, POLL_S, Tuner
+from .weight_session import WeightSession
 from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
+
+Session = TypeVar("Session", bound=WeightSession)
 
 
 @dataclass
@@ -58,7 +64,7 @@ class PlanTuner:
 
     tuner: makes the Decisions, and the worker. seconds: for timing a weight's kernels at other M; None: the device's
     default (``TuningProfile.sweep_s``). force: tune weights that the store has a plan for. progress, hot, seed: as for
-    the Tuner.
+    the Tuner. config_key: as for ``gemmtune.tune``.
     """
 
     def __init__(
@@ -72,7 +78,9 @@ class PlanTuner:
         hot: bool = False,
         seed: int = 0,
         progress: Progress = silent,
+        config_key: ConfigKey | None = None,
     ) -> None:
+        self._config_key = config_key
         self._tuner, self._target, self._store = tuner, target, store
         self._profile = devices.get(target.device).profile
         self._seconds = seconds or self._profile.sweep_s
@@ -83,11 +91,13 @@ class PlanTuner:
         plans.
 
         A weight whose stored plan covers the range keeps it. Otherwise, and with ``force``, its plan is replaced by one
-        that covers both ranges. A weight has no plan if no kernel is right, or if the machine was too disturbed at all
-        M. Each plan is stored before the next weight begins. Raises what ``Tuner.tune`` and ``parse_sizes`` raise.
+        that covers both ranges; one with another ``config_key`` by one of this range. A weight has no plan if no kernel
+        is right, if the machine was too disturbed at all M, or with the ``config_key`` "exact". Each plan is stored
+        before the next weight begins. Raises what ``Tuner.tune``, ``parse_sizes`` and ``keyed`` raise.
         """
         weights = weights_of(problems)
-        ranges = [parse_sizes(m, self._profile, _costliest(weight)) for weight in weights]
+        parsed = [parse_sizes(m, self._profile, _costliest(weight)) for weight in weights]
+        ranges = [keyed(sizes, self._config_key) for sizes in parsed]
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
         with closing(self._tuner.new_pool()) as pool:
@@ -101,17 +111,21 @@ class PlanTuner:
     def _tune_weight(
         self, weight: Weight, sizes: SizeRange, pool: WorkerPool
     ) -> tuple[list[Decision], TunedPlan | None]:
+        if self._config_key == "exact":
+            decisions = self._decide(weight, sizes.tuned, pool)
+            self._remove_plan(weight.problem.plan_key)
+            return decisions, None
         stored = self._store.get_plan(self._target, weight.problem.plan_key)
-        if _covers(stored, sizes) and not self._force:
-            return self._decide(weight, sizes.tuned, pool), stored
-        sizes = _united(sizes, stored)
+        if stored is not None and _covers(stored, sizes) and not self._force:
+            return self._decide(weight, _decided_for(stored, sizes), pool), stored
+        sizes = self._united(sizes, stored)
         decisions = self._decide_and_build(weight, sizes, pool)
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
 
     def _decide_and_build(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> list[Decision]:
         """Return the Decisions at the tuned M. While the last of them is made, the kernels that the others make the
         plan try are built."""
-        if not self._profile.max_predicted:
+        if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         least, *others = sizes.tuned
         self._tuner.begin_builds(weight.problem.with_m(least), pool)
@@ -146,9 +160,9 @@ class PlanTuner:
             return self._make_plan(weight, sizes, decisions, pool)
         with lease:
             stored = self._store.get_plan(self._target, key)
-            if _covers(stored, sizes) and not self._force:
+            if stored is not None and _covers(stored, sizes) and not self._force:
                 return stored
-            united = _united(sizes, stored)
+            united = self._united(sizes, stored)
             # Another process may have made a plan meanwhile, from Decisions that this one has not read.
             others = [m for m in united.tuned if m not in sizes.tuned]
             return self._make_plan(weight, united, decisions + self._decide(weight, others, pool), pool)
@@ -156,15 +170,10 @@ class PlanTuner:
     def _make_plan(
         self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
     ) -> TunedPlan | None:
-        usable = _usable(decisions)
-        if not usable:
+        if not _usable(decisions):
             return None
-        session = PlanSession(
-            weight.problem, self._target, self._store, pool.worker(), usable, sizes, self._progress, self._seed,
-            counts=recorded(weight.counts), hot=self._hot, build=pool.build_each,
-        )  # fmt: skip
         try:
-            plan = session.run(self._seconds)
+            plan = self._run_session(weight, sizes, decisions, pool)
         except WorkerStartError:
             raise
         except WorkerError as error:
@@ -173,6 +182,41 @@ class PlanTuner:
         if plan is not None:
             self._keep(plan)
         return plan
+
+    def _run_session(
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+    ) -> TunedPlan | None:
+        """Return the plan that the Decisions and measurements make. Raises WorkerError."""
+        if sizes.runs:
+            decided = {int(decision.problem["m"]) for decision in decisions if decision.outcome != "inconclusive"}
+            sizes = sizes._replace(tuned=tuple(m for m in sizes.tuned if m in decided))
+
+        def session(kind: type[Session]) -> Session:
+            return kind(
+                weight.problem, self._target, self._store, pool.worker(), _usable(decisions), sizes, self._progress,
+                self._seed, counts=recorded(weight.counts), hot=self._hot,
+            )  # fmt: skip
+
+        if sizes.runs:
+            return session(KeyedSession).run(self._seconds)
+        return session(PlanSession).run(self._seconds, pool.build_each)
+
+    def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
+        """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with
+        another ``config_key``. Raises what ``keyed`` raises."""
+        if plan is None or plan.config_key != sizes.config_key:
+            return sizes
+        tuned = {*sizes.tuned, *plan.tuned}
+        both = SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)))
+        return keyed(both, self._config_key)
+
+    def _remove_plan(self, plan_key: str) -> None:
+        if self._store.get_plan(self._target, plan_key) is None:
+            return
+        try:
+            self._store.remove_plan(self._target, plan_key)
+        except StoreError as error:
+            log.warning("the plan for %s is not removed, and goes on serving: %s", plan_key, error)
 
     def _keep(self, plan: TunedPlan) -> None:
         try:
@@ -198,13 +242,24 @@ def recorded(counts: Mapping[int, int]) -> dict[int, int]:
     return {} if list(counts.values()) == [1] else dict(counts)
 
 
-def _covers(plan: TunedPlan | None, sizes: SizeRange) -> bool:
-    return plan is not None and plan.first <= sizes.first and sizes.last <= plan.last
+def _covers(plan: TunedPlan, sizes: SizeRange) -> bool:
+    """Whether a plan serves the whole range as one that is made now with the same ``config_key`` would."""
+    if plan.config_key != sizes.config_key or not (plan.first <= sizes.first and sizes.last <= plan.last):
+        return False
+    if not sizes.runs:
+        return True
+    clipped = [
+        (max(interval.first, sizes.first), min(interval.last, sizes.last))
+        for interval in next(iter(plan.intervals.values()), ())
+        if interval.first <= sizes.last and interval.last >= sizes.first
+    ]
+    # A part of the range may have other M that represent its keys.
+    is_whole = (plan.first, plan.last) == (sizes.first, sizes.last)
+    return clipped == [(run.first, run.last) for run in sizes.runs] and (
+        not is_whole or set(sizes.tuned) <= set(plan.tuned)
+    )
 
 
-def _united(sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
-    """Return the range that contains ``sizes`` and the plan's, with the tuned M of both."""
-    if plan is None:
-        return sizes
-    tuned = {*sizes.tuned, *plan.tuned}
-    return SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)))
+def _decided_for(plan: TunedPlan, sizes: SizeRange) -> Sequence[int]:
+    """Return the M of the range whose Decisions belong to a plan that covers it."""
+    return [m for m in plan.tuned if sizes.first <= m <= sizes.last] if sizes.runs else sizes.tuned

@@ -14,12 +14,25 @@ _NEAR = 2.5  # a default M within this factor of one that is tuned anyway is lef
 _NEAR_END = 4.5  # the same for an end of the range
 
 
+class KeyRun(NamedTuple):
+    """Consecutive M, from ``first`` to ``last``, that have one key (``config_keys.py``)."""
+
+    first: int
+    last: int
+    key: int
+
+
 class SizeRange(NamedTuple):
-    """The M from ``first`` to ``last``, and those among them that are tuned by themselves, ascending."""
+    """The M from ``first`` to ``last``, and those among them that are tuned by themselves, ascending.
+
+    runs, config_key: where keys divide the range, the runs of M with one key, and the name of the ``config_key``.
+    """
 
     first: int
     last: int
     tuned: tuple[int, ...]
+    runs: tuple[KeyRun, ...] = ()
+    config_key: str = ""
 
 
 def parse_sizes(m: Sizes, profile: TuningProfile, recorded: Iterable[int] = ()) -> SizeRange:

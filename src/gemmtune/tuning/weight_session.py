@@ -1,0 +1,182 @@
+"""What the sessions that make a TunedPlan share: the kernels of one weight, their times, their verification, and the
+record."""
+
+from __future__ import annotations
+
+import logging
+import random
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+from ..core import devices
+from ..core.decision import Decision, Verdict
+from ..core.errors import StoreError
+from ..core.events import PlanProgress, Progress
+from ..core.problem import Problem
+from ..core.target import Target
+from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
+from ..core.verdict import FAULTS
+from ..dispatch.portfolio import SERVING_S
+from ..store.base import Store
+from ..workers.contract import MeasurementWorker, WorkerLost
+from ..workers.protocol import SizedCandidate
+from .plan_measurements import BATCH, Measurements
+from .plan_pool import PoolKernel
+from .sizes import SizeRange
+from .verified_sizes import sizes_to_verify
+
+log = logging.getLogger("gemmtune")
+
+BOUND = 0.05  # the largest regret at a measured M
+VERIFIED_M = 16  # the M of the Problem that is opened: verification at other M reuses its rows and results
+
+
+class WeightSession:
+    """A tuning session of one weight over a range of M. Subclasses choose the kernels, where each is timed, and their
+    intervals.
+
+    problem: one of the weight's Problems. decisions: of Problems that differ from it in M only. sizes: the range.
+    counts: recorded calls by M. hot: time with operands in the cache. bound: as for ``TunedPlan``. The worker is not
+    closed.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        target: Target,
+        store: Store,
+        worker: MeasurementWorker,
+        decisions: Sequence[Decision],
+        sizes: SizeRange,
+        progress: Progress,
+        seed: int,
+        *,
+        counts: Mapping[int, int],
+        hot: bool = False,
+        bound: float = BOUND,
+    ) -> None:
+        self._problem, self._target, self._store, self._worker = problem.with_m(VERIFIED_M), target, store, worker
+        self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
+        self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
+        self._decisions = decisions
+        # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
+        self._overhead_s = SERVING_S if devices.get(target.device).is_host else 0.0
+        self._found = Measurements(sizes, self._counts, bound, self._overhead_s)
+        # Without those in which a worker was lost: it would load and pack them again.
+        self._items: dict[str, SizedCandidate] = {}
+        self._faulty = set(self._remembered_failures())
+        self._verified: dict[str, dict[int, float]] = {}
+        self._started = self._end = 0.0
+
+    def _add(self, kernels: Iterable[PoolKernel]) -> None:
+        for kernel in kernels:
+            self._found.add(kernel)
+            self._items[kernel.id] = SizedCandidate(kernel.candidate.to_dict(), kernel.tuned_m)
+            self._verified[kernel.id] = {}
+
+    # --- timing
+
+    def _time_in_batches(self, sizes: Sequence[int], names: Callable[[int], Sequence[str]], budget_s: float) -> None:
+        """Time the kernels ``names(m)`` at each of some M, in this order. Larger M have more of the time."""
+        total = sum(sizes) + 64 * len(sizes)  # a call with few rows takes as long as one with 64
+        for start in range(0, len(sizes), BATCH):
+            batch = sizes[start : start + BATCH]
+            share = (sum(batch) + 64 * len(batch)) / total
+            self._time({m: names(m) for m in batch}, share * budget_s)
+
+    def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float) -> None:
+        """Time kernels at some M and record the times. Kernels that crash are left out."""
+        while True:
+            order = {name: position for position, name in enumerate(self._items)}
+            sizes = {m: [order[name] for name in names if name not in self._found.out] for m, names in wanted.items()}
+            items = list(self._items.values())
+            try:
+                timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot)
+                break
+            except WorkerLost as loss:
+                if loss.candidate_id not in self._items:
+                    raise
+                self._fail(loss.candidate_id, loss.verdict)
+                del self._items[loss.candidate_id]
+        for name, verdict in timed.faults.items():
+            self._fail(name, verdict)
+        self._found.out |= timed.excluded
+        self._found.record(wanted, timed.times)
+        self._found.noise |= timed.noise
+        left_s = max(0.0, self._end - time.perf_counter())
+        self._progress(PlanProgress(self._problem.plan_key, len(self._found.noise), left_s))
+
+    def _remembered_failures(self) -> dict[str, Verdict]:
+        """Return the faults that hold for every M of the weight, by candidate: dispatch would not serve these kernels.
+        The Decisions may be older."""
+        try:
+            return self._store.failures(self._target, self._problem.plan_key)
+        except StoreError as error:
+            log.debug("the failures are not read: %s", error)
+            return {}
+
+    def _fail(self, name: str, verdict: Verdict) -> None:
+        """Leave a kernel out, and store its fault, which holds for every M of the weight."""
+        self._found.out[name] = f"{verdict.kind}: {verdict.detail}"
+        if not self._found.pool[name].is_plain:
+            self._faulty.add(name)
+        if verdict.kind in FAULTS and not self._found.pool[name].is_plain:
+            try:
+                self._store.remember_failure(self._target, self._problem.plan_key, name, verdict)
+            except StoreError as error:
+                log.debug("a failure is not remembered: %s", error)
+
+    # --- verification
+
+    def _verify(self, found: Sequence[PlanInterval]) -> bool:
+        """Verify the kernels of intervals at many M. Return whether all are right; those that are not are left out."""
+        for name in dict.fromkeys(interval.kernel for interval in found):
+            kernel = self._found.pool[name]
+            spans = [(interval.first, interval.last) for interval in found if interval.kernel == name]
+            sizes = [m for m in sizes_to_verify(spans, kernel.candidate, self._rng) if m not in self._verified[name]]
+            if not sizes:
+                continue
+            result = self._worker.verify_sizes(self._items[name], sizes)
+            if not result.verdict.ok:
+                self._fail(name, result.verdict)
+                return False
+            self._verified[name] |= dict.fromkeys(sizes, result.verdict.worst)
+        return True
+
+    # --- the result
+
+    def _plan(self, chosen: Mapping[str, tuple[PlanInterval, ...]], stopped: str) -> TunedPlan:
+        return TunedPlan(
+            plan_key=self._problem.plan_key,
+            problem=self._problem.to_dict(),
+            target_key=self._target.key,
+            first=self._sizes.first,
+            last=self._sizes.last,
+            intervals=dict(chosen),
+            kernels=tuple(
+                self._plan_kernel(name)
+                for name in self._found.pool
+                if self._found.times[name] or name in self._found.out
+            ),
+            tuned=self._sizes.tuned,
+            config_key=self._sizes.config_key,
+            overhead_s=self._overhead_s,
+            noise=self._found.noise,
+            bound=self._bound,
+            counts=self._counts,
+            stopped=stopped,
+            seconds=time.perf_counter() - self._started,
+            seed=self._seed,
+            created=time.time(),
+        )
+
+    def _plan_kernel(self, name: str) -> PlanKernel:
+        kernel, verified = self._found.pool[name], self._verified[name]
+        verdict = (
+            Verdict("within_bound", worst=max(verified.values())) if verified and name not in self._found.out else None
+        )
+        times = dict(sorted(self._found.times[name].items()))
+        return PlanKernel(
+            kernel.candidate.to_dict(), name, kernel.tuned_m, kernel.packing, kernel.overlap, times,
+            tuple(sorted(verified)), verdict, self._found.out.get(name, ""), kernel.surcharge,
+        )  # fmt: skip
