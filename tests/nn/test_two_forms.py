@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional as F
 
 import gemmtune
@@ -391,6 +392,13 @@ def test_kernels_of_both_forms_are_preloaded_on_a_gpu(plain: nn.Module, monkeypa
     monkeypatch.setattr(RUNTIME, "preload", lambda problem, packing, device: loaded.append((problem.n, packing)))
     two_forms(plain, X)
     assert set(loaded) == {(n, layout) for n in (8, 16) for layout in ("toy:plain", None)}
+
+
+def test_fake_operands_have_fake_results(model: nn.Module) -> None:
+    packed = model.up.weight.packed
+    with FakeTensorMode(), torch.no_grad():
+        for m in (8, 32):
+            assert gemmtune.linear(torch.empty(m, 8), packed, torch.empty(16)).shape == (m, 16)
 
 
 # --- ops

@@ -23,7 +23,7 @@ from ..dispatch.cache import lookup
 from ..dispatch.call import CacheMiss, needs_grad, run_uncached, serve_miss, serve_with_torch
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import TorchFunction
-from ..dispatch.torch_state import is_autocast_on
+from ..dispatch.torch_state import is_autocast_on, is_shape_only
 from ..fuse import BoundStep
 from .dynamo import is_compiling
 
@@ -110,7 +110,8 @@ class OpSpec(NamedTuple):
         packed, device = call.packed, call.a.device
         if packed is None or not self.raw or not RUNTIME.serves_raw(call.problem, packed, device):
             return call, arguments
-        if needs_grad(call.tensors) or is_autocast_on(device.type):  # as for a weight that is packed only, at any M
+        # These are computed as by a weight that is packed only, at any M.
+        if needs_grad(call.tensors) or is_autocast_on(device.type) or is_shape_only(call.a):
             return call, arguments
         raw = {**arguments, self.operands[1]: getattr(packed, self.raw)}
         raw_call = self.describe(**raw, constant=True)
