@@ -18,6 +18,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.dispatch import current_target
+from gemmtune.dispatch.forms import choose_forms
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, weight_session
@@ -531,6 +532,20 @@ def test_layouts_that_may_serve_are_measured_before_faster_ones_that_may_not(
     plan, _ = make_plan(clock, kernels, store)
     assert "p:c" in plan.intervals
     assert rank_layouts_of_plan(plan) == ["p:c", None]
+
+
+def test_layout_for_a_weight_that_is_kept_raw_too_is_the_fastest_where_plain_does_not_serve(
+    clock: FakeTime, store: MemoryStore
+) -> None:
+    """Both layouts are slower than ATen at large M. In the mean over all M the second one is faster."""
+    short = simulated("short", lambda m: (0.3 if m <= 64 else 1.9) * PLAIN_S(m), packing="p:short")
+    even = simulated("even", lambda m: (0.9 if m <= 64 else 1.1) * PLAIN_S(m), packing="p:even")
+    plan, worker = make_plan(clock, [short, even], store)
+    assert [interval.kernel for interval in plan.intervals["p:short"]] == [short.id]
+    assert worker.verified[short.id]
+    forms = choose_forms("p:short", [], plan)
+    assert forms.pays
+    assert {m for m in plan.noise if forms.is_raw(m)} == {m for m in plan.noise if m > 64}
 
 
 # --- kernels that no Decision has

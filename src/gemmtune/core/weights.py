@@ -49,10 +49,13 @@ class PackedWeight:
     layout: name of the layout, whose owner (``layout_owner``) packs and unpacks ``data``; other backends may read it.
     n, k, dtype, quant: properties of the weight before packing. machine: the ISA family for which the packed data are
     valid. raw_order: memory order of the weight before packing, so that unpacking restores an equal tensor. A bias or
-    other epilogue tensor is never part of a PackedWeight.
+    other epilogue tensor is never part of a PackedWeight. raw: the weight [N, K] before packing, for a floating or int8
+    weight that is kept in both forms: each M is served by the form that is faster there (``dispatch.forms``). raw_t:
+    its transpose [K, N].
 
-    Two packed weights are equal only when they are one object. Raises TypeError for ``data`` that kernels cannot read
-    by address (for example tensor subclasses); copying and unpickling repeat this check.
+    Two packed weights are equal only when they are one object. Raises TypeError for tensors that kernels cannot read
+    by address (for example tensor subclasses), and ValueError for a ``raw`` that is not the same weight's; copying and
+    unpickling repeat these checks.
     """
 
     layout: str
@@ -65,6 +68,8 @@ class PackedWeight:
     raw_order: str = "col"
     meta: Mapping[str, Scalar] = field(default_factory=dict)
     _key: str = field(default="", compare=False, repr=False)
+    raw: Tensor | None = field(default=None, repr=False)
+    raw_t: Tensor | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         from .memory import require_packed_data  # imported here so that `gemmtune --help` does not load torch
@@ -73,7 +78,20 @@ class PackedWeight:
         quant = self.quant.key if self.quant is not None else ""
         parts = [self.layout, self.n, self.k, self.dtype, quant, self.machine, self.raw_order]
         parts += [self.device] if self.data and self.device.type != "cpu" else []
+        if self.raw is not None:
+            self._add_raw(self.raw)
+            parts += ["raw", self.raw.stride()]
         object.__setattr__(self, "_key", "|".join(str(part) for part in parts))
+
+    def _add_raw(self, raw: Tensor) -> None:
+        """Check the raw form, and set its transpose, which products need at each call."""
+        from .memory import require_packed_data
+
+        require_packed_data(f"PackedWeight({self.layout!r})", (raw,))
+        found = (tuple(raw.shape), str(raw.dtype).removeprefix("torch."), raw.device)
+        if found != ((self.n, self.k), self.dtype, self.device):
+            raise ValueError(f"PackedWeight({self.layout!r}): its raw form is another weight's: {found}")
+        object.__setattr__(self, "raw_t", raw.t())
 
     @property
     def owner(self) -> str:
@@ -85,7 +103,7 @@ class PackedWeight:
 
         Copying and unpickling thus run the checks of ``__post_init__``: a torch mode may have replaced the tensors.
         """
-        return type(self), tuple(getattr(self, attribute.name) for attribute in fields(self))
+        return type(self), tuple(getattr(self, attribute.name) for attribute in fields(self) if attribute.init)
 
     @property
     def key(self) -> str:
@@ -99,8 +117,10 @@ class PackedWeight:
 
     @property
     def nbytes(self) -> int:
-        """The memory size in bytes. An opaque (oneDNN) tensor exposes no storage, so its elements are counted."""
-        return sum(t.nbytes if t.is_mkldnn else t.untyped_storage().nbytes() for t in self.data)
+        """The memory size in bytes, of both forms where both are kept. An opaque (oneDNN) tensor exposes no storage, so
+        its elements are counted."""
+        packed = sum(t.nbytes if t.is_mkldnn else t.untyped_storage().nbytes() for t in self.data)
+        return packed + (0 if self.raw is None else self.raw.nbytes)
 
     @property
     def shape(self) -> tuple[int, int]:

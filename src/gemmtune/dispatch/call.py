@@ -24,6 +24,7 @@ from .specialize import (
     LAUNCH_ERRORS,
     FunctionalFn,
     TorchFunction,
+    reading_raw,
     shares_storage,
     specialize,
     warn_refused,
@@ -37,11 +38,14 @@ class CacheMiss(NamedTuple):
 
     key: under which its specialised function may be cached (None: the operands have no key). args: the operands in the
     order of launches, then the epilogue's tensors and out. guarded: the tensors among them (all but a PackedWeight).
+    raw: the attribute of the PackedWeight among ``args`` that serves in its place, for a weight that is kept in both
+    forms; empty where the args are the operands.
     """
 
     key: Any
     args: tuple[Any, ...]
     guarded: tuple[Any, ...]
+    raw: str = ""
 
     @property
     def is_ordinary(self) -> bool:
@@ -61,14 +65,18 @@ def serve_miss(
     """
     generation = RUNTIME.generation
     args = miss.args if out is None else miss.args[:-1]
+    if miss.raw:
+        args = (args[0], getattr(args[1], miss.raw), *args[2:])
     if devices.is_capturing(call.a.device) or not _is_cacheable(miss, args, call, out, differentiable):
         return run_uncached(op, call, out, differentiable=differentiable)
-    needs_grad = _needs_grad(miss.guarded)
+    grad_is_wanted = needs_grad(miss.guarded)
     has_backward = torch_function is not None and torch_function.backward is not None
-    kernel = None if call.problem.is_empty or (needs_grad and not has_backward) else _find_kernel(call)
+    kernel = None if call.problem.is_empty or (grad_is_wanted and not has_backward) else _find_kernel(call)
     if kernel is None and call.packed is not None:
         return run_uncached(op, call, out, differentiable=differentiable)
-    run = specialize(call, args, kernel, torch_function, needs_grad=needs_grad, has_out=out is not None)
+    run = specialize(call, args, kernel, torch_function, needs_grad=grad_is_wanted, has_out=out is not None)
+    if miss.raw:
+        run = reading_raw(run, miss.raw, len(miss.args))
     RUNTIME.cache_entry(miss.key, run, miss.guarded, generation)
     return run_profiled(op, run, miss.args)
 
@@ -87,10 +95,11 @@ def _is_cacheable(miss: CacheMiss, args: Sequence[Any], call: Call, out: Tensor 
     count = len(args) - len(call.aux)
     if not _are_views(args[count:], call.aux) or (out is not None and not _is_writable(out, call)):
         return False
-    return not _needs_grad(miss.guarded) or (differentiable and call.packed is None and out is None)
+    return not needs_grad(miss.guarded) or (differentiable and call.packed is None and out is None)
 
 
-def _needs_grad(tensors: Sequence[Tensor]) -> bool:
+def needs_grad(tensors: Sequence[Tensor]) -> bool:
+    """Whether gradients are on and a tensor requires one."""
     return torch.is_grad_enabled() and any(tensor.requires_grad for tensor in tensors)
 
 
@@ -166,7 +175,7 @@ def _run_kernel(kernel: Kernel, call: Call, out: Tensor | None) -> Tensor:
 
 def _is_for_torch(call: Call) -> bool:
     """Whether only PyTorch can serve the Call: nothing to compute, unusual operands or state, or a gradient."""
-    return call.problem.is_empty or _needs_grad(call.tensors) or needs_torch(*call.tensors)
+    return call.problem.is_empty or needs_grad(call.tensors) or needs_torch(*call.tensors)
 
 
 def _find_kernel(call: Call) -> Kernel | None:

@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..core.errors import StoreBusy
 from ..core.problem import Problem, plan_key_of
 from ..core.verdict import FAULTS
+from .forms import Forms, choose_forms, rank_by_plan, rank_by_points
 from .plan import Plan, nearest
 from .plan_layouts import rank_layouts_of_plan
 from .portfolio import TunedPoint, build_plan, rank_packings, tuned_point, without_faulty
@@ -38,6 +40,7 @@ class DecisionIndex:
         self._points = {key: [without_faulty(p, self._failed[key]) for p in rows] for key, rows in points.items()}
         self._tuned = dict(tuned)
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
+        self._forms: dict[tuple[str, str], Forms] = {}
         self._digest: str | None = None
 
     @classmethod
@@ -111,10 +114,30 @@ class DecisionIndex:
         tuned = self._tuned.get(plan_key)
         if tuned is not None:
             return rank_layouts_of_plan(tuned, self.failed(plan_key), raw_kernels=raw_kernels)
+        return rank_packings(self._points_at(plan_key, counts), counts, raw_kernels=raw_kernels)
+
+    def _points_at(self, plan_key: str, counts: Mapping[int, float] | None) -> list[TunedPoint]:
+        """Return the decisions at the M in ``counts``; all of them where there is none."""
         points = self._points.get(plan_key, [])
-        if counts is not None:
-            points = [p for p in points if p.m in counts] or points
-        return rank_packings(points, counts, raw_kernels=raw_kernels)
+        return points if counts is None else [p for p in points if p.m in counts] or points
+
+    def forms(self, plan_key: str, packing: str) -> Forms:
+        """Return which form serves each M of a weight that is kept raw and packed."""
+        key = (plan_key, packing)
+        if key not in self._forms:
+            points, tuned = self._points.get(plan_key, []), self._tuned.get(plan_key)
+            self._forms[key] = choose_forms(packing, points, tuned, self.failed(plan_key))
+        return self._forms[key]
+
+    def layouts_beside_raw(
+        self, plan_key: str, counts: Mapping[int, float] | None = None, *, raw_kernels: bool = True
+    ) -> list[str]:
+        """Return the layouts for which it pays to keep the raw weight too, the best first. Arguments as for
+        ``layouts``."""
+        tuned, forms = self._tuned.get(plan_key), partial(self.forms, plan_key)
+        if tuned is not None:
+            return rank_by_plan(tuned, forms, self.failed(plan_key), raw_kernels=raw_kernels)
+        return rank_by_points(self._points_at(plan_key, counts), forms, counts, raw_kernels=raw_kernels)
 
     def failed(self, plan_key: str) -> frozenset[str]:
         """Return the ids of candidates that were wrong, unstable, crashed or hung at any M of a Plan."""

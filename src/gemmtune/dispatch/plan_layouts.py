@@ -28,37 +28,44 @@ def rank_layouts_of_plan(
     because no formulation of it is right or fast enough to race, the least times take its part, and a packed layout may
     be slower. raw_kernels: as for ``rank_packings``.
     """
-    plain = _plain_times(tuned)
-    reference = plain or least_times(kernel.times for kernel in tuned.kernels)
-    shares = {
-        packing: _shares(tuned, packing, reference)
-        for packing, intervals in tuned.intervals.items()
-        if not any(interval.kernel in faulty for interval in intervals)
-    }
+    totals = mean_shares(tuned, faulty, raw_kernels=raw_kernels)
+    raw = totals.pop(None)
+    return [*sorted((p for p in totals if p and totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p)), None]
+
+
+def mean_shares(tuned: TunedPlan, faulty: Collection[str] = (), *, raw_kernels: bool = True) -> dict[str | None, float]:
+    """Return the mean time, relative to plain PyTorch's, of each form that may serve a weight alone: the layouts that
+    are nowhere slower than plain PyTorch, and the raw weight (None)."""
+    plain = plain_times(tuned)
+    shares = {packing: shares_of(tuned, packing, faulty) for packing in tuned.intervals}
     raw_shares = shares.pop("", {})
-    raw = _mean(tuned, raw_shares) if raw_kernels and raw_shares else 1.0 if plain else math.inf
-    totals = {
-        packing: _mean(tuned, by_m)
+    raw = mean(tuned, raw_shares) if raw_kernels and raw_shares else 1.0 if plain else math.inf
+    totals: dict[str | None, float] = {
+        packing: mean(tuned, by_m)
         for packing, by_m in shares.items()
-        if not plain or not any(share > _limit(tuned, m) for m, share in by_m.items())
+        if by_m and not (plain and any(share > limit(tuned, m) for m, share in by_m.items()))
     }
-    return [*sorted((p for p in totals if totals[p] < WORTHWHILE * raw), key=lambda p: (totals[p], p)), None]
+    return {**totals, None: raw}
 
 
-def _limit(tuned: TunedPlan, m: int) -> float:
+def limit(tuned: TunedPlan, m: int) -> float:
     """Return the largest share of plain PyTorch's time that a packed layout may take at a measured M."""
     return 1.0 + NO_SLOWER + min(tuned.noise.get(m, 0.0), MAX_NOISE)
 
 
-def _plain_times(tuned: TunedPlan) -> dict[int, float]:
+def plain_times(tuned: TunedPlan) -> dict[int, float]:
     """Return plain PyTorch's seconds by measured M; empty if it was timed nowhere."""
     plain = (k.times for k in tuned.kernels if k.packing is None and is_fallback_template(k.candidate) and k.times)
     return next(plain, {})
 
 
-def _shares(tuned: TunedPlan, packing: str, reference: Mapping[int, float]) -> dict[int, float]:
-    """Return the time of what serves in a layout relative to the reference, by measured M, in the surroundings where it
-    is slowest."""
+def shares_of(tuned: TunedPlan, packing: str, faulty: Collection[str] = ()) -> dict[int, float]:
+    """Return the time of what serves in a layout ("" = unpacked) relative to plain PyTorch's, by measured M, in the
+    surroundings where it is slowest; empty for a layout with a faulty kernel. Where plain PyTorch was not timed, the
+    least times take its part."""
+    if any(interval.kernel in faulty for interval in tuned.intervals.get(packing, ())):
+        return {}
+    reference = plain_times(tuned) or least_times(kernel.times for kernel in tuned.kernels)
     shares = {}
     for m, seconds in reference.items():
         kernel = tuned.serving(m, packing)
@@ -69,7 +76,7 @@ def _shares(tuned: TunedPlan, packing: str, reference: Mapping[int, float]) -> d
     return shares
 
 
-def _mean(tuned: TunedPlan, shares: Mapping[int, float]) -> float:
+def mean(tuned: TunedPlan, shares: Mapping[int, float]) -> float:
     """Return the weighted mean of shares by M; 1.0 without any."""
     sizes, recorded = sorted(shares), max(1, sum(tuned.counts.values()))
     total, weight = 0.0, 0.0

@@ -99,7 +99,7 @@ def without_faulty(p: TunedPoint, faulty: Collection[str]) -> TunedPoint:
     return p if len(options) == len(p.options) else p._replace(options=options)
 
 
-def _without_raw(p: TunedPoint) -> TunedPoint:
+def without_raw(p: TunedPoint) -> TunedPoint:
     """Return the point without its option on the raw weight, which the plain op serves."""
     return p._replace(options={packing: option for packing, option in p.options.items() if packing is not None})
 
@@ -179,13 +179,18 @@ def rank_packings(
     if not points:
         return [None]
     if not raw_kernels:
-        points = [_without_raw(p) for p in points]
-    share = {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
-    raw = sum(share[p.m] * _raw_seconds(p) for p in points)
-    totals = _totals(points, share)
+        points = [without_raw(p) for p in points]
+    share = shares_of_calls(points, weights)
+    raw = sum(share[p.m] * raw_seconds(p) for p in points)
+    totals = total_seconds(points, share)
     worth = sorted((total, layout) for layout, total in totals.items() if total < WORTHWHILE * raw)
     alike = sorted((layout for total, layout in worth if total <= ALIKE * worth[0][0]), reverse=True)
     return [*alike, *(layout for _, layout in worth[len(alike) :]), None]
+
+
+def shares_of_calls(points: Sequence[TunedPoint], weights: Mapping[int, float] | None) -> dict[int, float]:
+    """Return by how much a second counts at each tuned M. weights: as for ``choose_packing``."""
+    return {p.m: weights.get(p.m, 1.0) if weights else 1.0 / _unit_seconds(p) for p in points}
 
 
 def layouts_in_use(points: Sequence[TunedPoint]) -> list[str]:
@@ -194,20 +199,20 @@ def layouts_in_use(points: Sequence[TunedPoint]) -> list[str]:
     Layouts that are slower than the raw weight are among them, unlike in ``rank_packings``: they may win enough at an M
     that is not tuned yet.
     """
-    totals = _totals(points, {p.m: 1.0 / _unit_seconds(p) for p in points})
+    totals = total_seconds(points, {p.m: 1.0 / _unit_seconds(p) for p in points})
     return sorted(totals, key=lambda layout: (totals[layout], layout))
 
 
-def _totals(points: Sequence[TunedPoint], share: Mapping[int, float]) -> dict[str, float]:
+def total_seconds(points: Sequence[TunedPoint], share: Mapping[int, float]) -> dict[str, float]:
     """Return the total time of each packed layout: the sum over the points of share times seconds."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
         own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
-        totals[layout] = sum(share[p.m] * _at_most(own, p.m) for p in points)
+        totals[layout] = sum(share[p.m] * at_most(own, p.m) for p in points)
     return totals
 
 
-def _at_most(own: Mapping[int, float], m: int) -> float:
+def at_most(own: Mapping[int, float], m: int) -> float:
     """Return an upper bound of the seconds at M from a layout's times at tuned M: fewer rows take no longer, and more
     rows take no longer than as many calls."""
     return min(seconds * max(1.0, m / max(tuned, 1)) for tuned, seconds in own.items()) if m not in own else own[m]
@@ -215,11 +220,12 @@ def _at_most(own: Mapping[int, float], m: int) -> float:
 
 def _unit_seconds(p: TunedPoint) -> float:
     """Return the time that times at this M are divided by: the best of any layout or of the raw weight."""
-    best = min((_raw_seconds(p), *(option.seconds for option in p.options.values())))
+    best = min((raw_seconds(p), *(option.seconds for option in p.options.values())))
     return best if best < float("inf") else 1.0
 
 
-def _raw_seconds(p: TunedPoint) -> float:
+def raw_seconds(p: TunedPoint) -> float:
+    """Return the seconds of what serves the raw weight; infinite where nothing was timed."""
     option = p.options.get(None)
     if option is not None and option.beats_aten:
         return min(option.seconds, p.plain_s)

@@ -136,6 +136,15 @@ class Runtime:
             index = self._index_now(device)
             return None if index is None else self._raw_kernel(index, problem, device)
 
+    def serves_raw(self, problem: Problem, packed: PackedWeight, device: torch.device) -> bool:
+        """Whether a packed weight whose raw form is kept is served in its raw form at the Problem's M, now. False where
+        nothing was tuned, and under the policy "off"."""
+        if packed.raw is None or not devices.is_served(device):
+            return False
+        with self._lock:
+            index = None if self.policy == "off" else self._index_now(device)
+            return index is not None and index.forms(problem.plan_key, packed.layout).is_raw(problem.m)
+
     def index(self, device: torch.device = CPU) -> DecisionIndex:
         """Return the decisions for a device's present Target (a CPU's number of threads is part of it). Waits for other
         processes that are writing the store."""

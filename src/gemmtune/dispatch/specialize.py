@@ -104,6 +104,14 @@ def warn_refused(kernel: Kernel, error: BaseException) -> None:
     RUNTIME.warn_once(f"{kernel.candidate.id} cannot be launched ({text}); PyTorch's own op serves such calls")
 
 
+def reading_raw(function: FunctionalFn, raw: str, count: int) -> FunctionalFn:
+    """Return a function of ``count`` args, the second of them a PackedWeight, that calls ``function`` with the
+    PackedWeight's attribute ``raw`` in its place."""
+    names = _names(count)
+    passed = ", ".join([names[0], f"{names[1]}.{raw}", *names[2:]])
+    return compile_function("run", f"def run({', '.join(names)}):", f"    return function({passed})", function=function)
+
+
 def adapt_args(call: Call, args: Sequence[Any]) -> ArgAdapter:
     """Return a function from args to the a, b and aux that ``Kernel.run`` takes. aux has the shapes of the Call's."""
     count = len(args) - len(call.aux)

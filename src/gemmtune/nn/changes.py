@@ -78,6 +78,12 @@ class PackedParameter:
     hooks: list[Any]
     other_form: Tensor | None
 
+    @property
+    def keeps_raw(self) -> bool:
+        """Whether the Parameter is packed now and keeps its raw form too."""
+        weight = self.weight
+        return isinstance(weight, PackedTensor) and weight.layout_name != "raw" and weight.packed.raw is not None
+
     def set_form(self, optimized: bool) -> None:
         """Give the Parameter its packed or its ordinary form, while both exist. Raises PackedWeightError."""
         if self.other_form is not None and isinstance(self.weight, PackedTensor) != optimized:

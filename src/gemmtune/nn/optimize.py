@@ -15,18 +15,18 @@ from torch import Tensor, nn
 
 from ..core import devices
 from ..core.devices import is_host, is_served
-from ..core.errors import GemmtuneError, PackedWeightError
+from ..core.errors import PackedWeightError
 from ..core.weights import PackedWeight
 from ..dispatch.plan import Plan
 from ..dispatch.runtime import RUNTIME
 from ..ops.calls import as_calls, calls_of
-from ..ops.packing import pack
 from ..ops.weight_only import WeightOnly
 from .changes import Handle, PackedParameter, ReplacedModule
 from .modules import RawLinear, RawWeightOnlyLinear, WeightOnlyLinear
 from .observe import observe, why_not_packed
+from .packed_sites import pack_best, ranked_layouts
 from .packed_tensor import PackedTensor, swap_tensors
-from .quantized_tensor import QuantizedTensor, pack_quantized
+from .quantized_tensor import QuantizedTensor
 from .same_results import computes_same, same_product
 from .sites import Site, find_sites, why_unswappable
 from .whole_model import compare as compare_forms
@@ -66,7 +66,10 @@ def optimize(
     example_inputs: a Tensor, a tuple of arguments, a dict of keyword arguments, or a list of these (one per call). The
         values of M in these calls decide which layout is best.
     tune: whether to tune the Problems that the store has no decision for. Otherwise only stored decisions are used.
-    memory: the most bytes that a packed weight may take, as a multiple of the raw weight's bytes.
+    memory: the most bytes that a packed weight may take, as a multiple of the raw weight's bytes. With 2 or more, a
+        weight is kept in both forms, raw and packed, if the raw one is clearly faster at some M (5% and the noise), and
+        each M is served by the faster form. The packed one may take ``memory - 1`` times the raw weight's bytes, and a
+        quarter more for padding. Weight-only int8 and int4 weights, and fp8 ones, are served in one form.
     budget, store, backends, progress, latency: as for ``gemmtune.tune``.
     compare: whether to time the whole model afterwards on the examples, with and without gemmtune's weights (about
         2 s), and to restore it if they make all examples together slower, or one of them by more than 3%. By default
@@ -149,6 +152,8 @@ def _preload_plans(handle: Handle) -> None:
         problem = next(iter(change.site.ran))
         if not is_host(device.type) and RUNTIME.index(device).tuned_plan(problem.plan_key) is not None:
             RUNTIME.preload(problem, layout, device)
+            if isinstance(change, PackedParameter) and change.keeps_raw:
+                RUNTIME.preload(problem, None, device)
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:
@@ -221,15 +226,14 @@ def _optimize_site(site: Site, handle: Handle, memory: float, keep_both: bool) -
     index = RUNTIME.index(site.device)
     if not index.knows(plan_key):
         return "has no decision in the store (tune=True would make one)"
-    counts = {problem.m: float(count) for problem, count in site.ran.items()}
     serves_raw = not is_host(site.device.type)  # on a CPU a module with an unpacked weight runs PyTorch's own kernel
-    ranked = index.layouts(plan_key, counts, raw_kernels=serves_raw)
-    layouts = [name for name in ranked if name is not None]
-    packed = next(filter(None, (_pack_site(site, layout, memory) for layout in layouts)), None)
+    layouts = ranked_layouts(site, index, plan_key, memory, raw_kernels=serves_raw)
+    packed, keeps_raw = pack_best(site, layouts, memory)
     if site.quantized is not None:
-        return _pack_in_place(site, QuantizedTensor.of_weight(site.quantized, packed), handle, keep_both)
+        form = QuantizedTensor.of_weight(site.quantized, packed, keeps_raw=keeps_raw)
+        return _pack_in_place(site, form, handle, keep_both)
     if packed is not None and site.weight_only is None:
-        raw = site.matrix if site.shared else None
+        raw = site.matrix if site.shared or keeps_raw else None
         return _pack_in_place(site, PackedTensor.of(packed, raw, transposed=site.transposed), handle, keep_both)
     if packed is not None and site.weight_only is not None:
         return _replace_module(site, site.weight_only, packed, handle, keep_both)
@@ -246,31 +250,6 @@ def _has_tuned_kernel(plan: Plan | None) -> bool:
         return False
     entries = [*plan.entries, *(interval.entry for interval in plan.intervals)]
     return any(entry.candidate is not None and entry.candidate.backend != "aten" for entry in entries)
-
-
-def _pack_site(site: Site, layout: str, memory: float) -> PackedWeight | None:
-    """Return the weight of ``site`` packed in ``layout``; None where it cannot be packed so, or needs too much memory.
-
-    The limit is ``memory`` times the bytes of the raw weight. For a shared weight, which is kept in its raw form too,
-    it is twice that less the bytes of the raw weight.
-    """
-    weight_only, problems = site.weight_only, list(site.ran)
-    raw = problems[0].weight_bytes
-    try:
-        if site.quantized is not None:
-            packed = pack_quantized(site.quantized, layout=layout, problems=problems)
-            raw = site.quantized.nbytes
-        elif weight_only is None:
-            packed = pack(site.matrix, m=problems, layout=layout)
-        else:
-            packed = pack(
-                weight_only.weight, scale=weight_only.scale, zero_point=weight_only.zero_point, bits=weight_only.bits,
-                group_size=weight_only.group_size, m=problems, layout=layout,
-            )  # fmt: skip
-    except GemmtuneError as error:
-        log.debug("%s cannot be packed as %s: %s", site.name, layout, error)
-        return None
-    return packed if packed.nbytes <= memory * raw * (2 if site.shared else 1) - (raw if site.shared else 0) else None
 
 
 def _pack_in_place(site: Site, form: PackedTensor, handle: Handle, keep_both: bool) -> str:

@@ -1,8 +1,9 @@
 """Operators for packed weights, which traced graphs and exported programs contain.
 
-``gemmtune::packed_linear(input, weight, spec, bias)`` computes ``F.linear`` by a packed weight: input [.., K] to
-[.., N]. ``gemmtune::unpack_weight(weight, spec)`` returns the weight [N, K]. In both, ``weight`` is the list of a
-PackedWeight's tensors, and ``spec`` has its other fields (``spec_of``).
+``gemmtune::packed_linear(input, weight, spec, bias, raw)`` computes ``F.linear`` by a packed weight: input [.., K] to
+[.., N]. raw: the weight's raw form [N, K], which serves some M, if it is kept too. ``gemmtune::unpack_weight(weight,
+spec)`` returns the weight [N, K]. In both, ``weight`` is the list of a PackedWeight's tensors, and ``spec`` has its
+other fields (``spec_of``).
 """
 
 from __future__ import annotations
@@ -44,9 +45,11 @@ def fields_of(spec: str) -> dict[str, Any]:
     return fields
 
 
-def packed_of(parts: Sequence[Tensor], spec: str) -> PackedWeight:
-    """Return the PackedWeight of these tensors. Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
-    return PackedWeight(data=tuple(parts), **fields_of(spec))
+def packed_of(parts: Sequence[Tensor], spec: str, raw: Tensor | None = None) -> PackedWeight:
+    """Return the PackedWeight of these tensors. raw: the weight's raw form [N, K], if it is kept too.
+
+    Raises TypeError, ValueError or KeyError for a malformed ``spec``."""
+    return PackedWeight(data=tuple(parts), raw=raw, **fields_of(spec))
 
 
 def strides_of(spec: str) -> tuple[int, int]:
@@ -56,7 +59,9 @@ def strides_of(spec: str) -> tuple[int, int]:
 
 
 LIBRARY = torch.library.Library("gemmtune", "DEF")  # type: ignore[no-untyped-call]
-LIBRARY.define("packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias) -> Tensor")  # type: ignore[no-untyped-call]
+LIBRARY.define(  # type: ignore[no-untyped-call]
+    "packed_linear(Tensor input, Tensor[] weight, str spec, Tensor? bias, Tensor? raw) -> Tensor"
+)
 LIBRARY.define("unpack_weight(Tensor[] weight, str spec) -> Tensor")  # type: ignore[no-untyped-call]
 
 
@@ -74,9 +79,9 @@ def untraced() -> Iterator[None]:
         _set_tracing(state)
 
 
-def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+def _run_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None, raw: Tensor | None) -> Tensor:
     with untraced():
-        return no_view(linear(input, packed_of(weight, spec), bias))
+        return no_view(linear(input, packed_of(weight, spec, raw), bias))
 
 
 def no_view(result: Tensor) -> Tensor:
@@ -85,7 +90,7 @@ def no_view(result: Tensor) -> Tensor:
     return result_without_base
 
 
-def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None) -> Tensor:
+def _fake_linear(input: Tensor, weight: Sequence[Tensor], spec: str, bias: Tensor | None, raw: Tensor | None) -> Tensor:
     fields = fields_of(spec)
     check(input.shape[-1] == fields["k"], lambda: f"linear(): expected input [.., {fields['k']}]")
     return input.new_empty((*input.shape[:-1], fields["n"]))
@@ -120,12 +125,12 @@ torch.library.register_fake("gemmtune::unpack_weight", _fake_unpack, lib=LIBRARY
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, weight, ctx.spec, bias = inputs
+    _, weight, ctx.spec, bias, _ = inputs
     ctx.save_for_backward(*weight)
     ctx.bias_shape = None if bias is None else bias.shape
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, Tensor | None]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, Tensor | None, None]:
     """Return the gradients of the input and the bias; a packed weight has none."""
     input_grad = bias_grad = None
     weight = list(ctx.saved_tensors)
@@ -133,7 +138,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, list[None], None, 
         input_grad = grad @ torch.ops.gemmtune.unpack_weight(weight, ctx.spec)
     if ctx.bias_shape is not None and ctx.needs_input_grad[3]:
         bias_grad = grad.sum_to_size(ctx.bias_shape)
-    return input_grad, [None] * len(weight), None, bias_grad
+    return input_grad, [None] * len(weight), None, bias_grad, None
 
 
 torch.library.register_autograd("gemmtune::packed_linear", _backward, setup_context=_setup, lib=LIBRARY)

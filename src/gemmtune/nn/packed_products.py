@@ -102,7 +102,7 @@ def _is_subclassed(tensor: Tensor | None) -> bool:
 def _op(input: Tensor, weight: PackedTensor, bias: Tensor | None) -> Tensor:
     """Return the product by the operator ``gemmtune::packed_linear``."""
     packed_linear: Callable[..., Tensor] = torch.ops.gemmtune.packed_linear
-    return packed_linear(input, weight.parts, weight.spec, bias)
+    return packed_linear(input, weight.parts, weight.spec, bias, weight.raw_weight)
 
 
 def _autocast(input: Tensor, weight: PackedTensor, bias: Tensor | None, product: Callable[..., Tensor]) -> Tensor:

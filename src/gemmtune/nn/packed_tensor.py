@@ -42,7 +42,8 @@ class PackedTensor(Tensor):
     """A constant floating weight [N, K] in packed form, with the shape, dtype and device of the unpacked weight.
 
     parts: the tensors of a PackedWeight. spec: its other fields as JSON (``spec_of``). raw: the unpacked weight [N, K],
-    which is kept beside the packed form if something besides its product reads it. transposed: whether this is the
+    which is kept beside the packed form if something besides its product reads it, or if products are faster by it at
+    some M; each M is then served by the faster form (``dispatch.forms``). transposed: whether this is the
     weight's transpose, of shape [K, N], as ``matmul``, ``mm`` and ``addmm`` take it. trainable: whether the weight
     required a gradient before it was packed. The packed weight does not, because its integers cannot; a product by it
     while gradients are on raises GradError.
@@ -51,6 +52,7 @@ class PackedTensor(Tensor):
     spec: str
     part_names: list[str]
     transposed: bool = False
+    raw_weight: Tensor | None = None
     quantized = False  # whether products go through the subclass's own ``linear``
     trainable: bool = False
 
@@ -95,7 +97,7 @@ class PackedTensor(Tensor):
         """The PackedWeight, which shares the memory of this tensor."""
         result: PackedWeight | None = self.__dict__.get("_packed")
         if result is None or result.data[0] is not self.packed_0:  # type: ignore[attr-defined]
-            result = packed_of(self.parts, self.spec)
+            result = packed_of(self.parts, self.spec, self.raw_weight)
             self.__dict__["_packed"] = result
         return result
 
@@ -106,24 +108,26 @@ class PackedTensor(Tensor):
 
     def unpacked(self) -> Tensor:
         """Return the values as an ordinary tensor of this shape. Its memory is new, unless the raw weight is kept."""
-        raw = self.__dict__.get("raw_weight")
-        values: Tensor = torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if raw is None else raw
+        values: Tensor = (
+            torch.ops.gemmtune.unpack_weight(self.parts, self.spec) if self.raw_weight is None else self.raw_weight
+        )
         return values.t() if self.transposed else values
 
     def original(self) -> Tensor:
         """Return a copy of the weight in the form that it had before it was packed, with its present values: what a
         ``state_dict`` has for this weight."""
         values = self.unpacked().detach()
-        return values.clone() if "raw_weight" in self.__dict__ else values
+        return values if self.raw_weight is None else values.clone()
 
     def map_inner(self, change: Callable[[Tensor], Tensor], transposed: bool) -> PackedTensor:
         """Return a new weight whose inner tensors are the results of ``change`` on those of this one.
 
         transposed: whether the new weight has shape [K, N].
         """
-        raw = self.__dict__.get("raw_weight")
         parts = [change(part) for part in self.parts]
-        result = PackedTensor(parts, self.spec, None if raw is None else change(raw), transposed)
+        result = PackedTensor(
+            parts, self.spec, None if self.raw_weight is None else change(self.raw_weight), transposed
+        )
         result.trainable = self.trainable
         return result
 
@@ -132,7 +136,7 @@ class PackedTensor(Tensor):
         return multiply(input, self, bias)
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        names = [*self.part_names, *(["raw_weight"] if "raw_weight" in self.__dict__ else [])]
+        names = [*self.part_names, *([] if self.raw_weight is None else ["raw_weight"])]
         return names, (self.spec, len(self.part_names), self.transposed, self.trainable)
 
     @staticmethod
@@ -178,8 +182,8 @@ class PackedTensor(Tensor):
             if func is Tensor.tolist:
                 return args[0].unpacked().tolist()
             if func is Tensor.share_memory_:  # torch's own takes the address of memory, and a wrapper has no memory
-                for part in args[0].parts:
-                    part.share_memory_()
+                for name in args[0].__tensor_flatten__()[0]:
+                    getattr(args[0], name).share_memory_()
                 return args[0]
         with _PLAIN():
             return func(*args, **(kwargs or {}))
@@ -207,7 +211,7 @@ class PackedTensor(Tensor):
         if torch.is_inference_mode_enabled() and func in _COMPOSED:
             return func.decompose(*args, **kwargs)
         targets = [] if not func._schema.is_mutable else written_tensors(PackedTensor, func, args, kwargs)
-        unpacked_of = {id(tensor): tensor.unpacked() for tensor in targets}
+        unpacked_of = {id(tensor): tensor.original() for tensor in targets}  # a raw form keeps its values until repack
 
         def unwrap(value: Any) -> Any:
             """Return the unpacked values of a PackedTensor, and any other value itself."""

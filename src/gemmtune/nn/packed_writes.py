@@ -38,16 +38,20 @@ def written_tensors(cls: type[_Tensor], func: Any, args: Sequence[Any], kwargs: 
 
 
 def repack(target: PackedTensor, values: Tensor) -> None:
-    """Pack new values into the memory of ``target``, which its views share.
+    """Pack new values into the memory of ``target``, which its views share, and copy them into its raw form if that is
+    kept.
 
     Raises PackedWeightError for values of another shape, dtype or device, and where their packed form does not fit.
     """
     if values.shape != target.shape or values.dtype != target.dtype or values.device != target.device:
         raise _cannot_write(target, "with another shape, dtype or device")
-    packed = pack(values.t() if target.transposed else values, layout=target.layout_name)
+    matrix = values.t() if target.transposed else values
+    packed = pack(matrix, layout=target.layout_name)
     try:
         for own, new in zip(target.parts, packed.data, strict=True):
             own.copy_(new)
+        if target.raw_weight is not None:
+            target.raw_weight.copy_(matrix)
     except RuntimeError as error:
         raise _cannot_write(target, f"({error})") from error
 

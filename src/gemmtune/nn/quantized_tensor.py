@@ -44,7 +44,8 @@ class QuantizedTensor(PackedTensor):
     "The source" is torchao's tensor that it was made from.
 
     parts: the tensors of the packed weight (or the raw ones); then, for ``int_mm`` and ``scaled_mm``, the weight's
-    scales; then the source's inner tensors, except that of its integers. spec: the description of the parts, as JSON.
+    scales; then the raw integers [N, K], if a weight for ``int_mm`` is kept in both forms; then the source's inner
+    tensors, except that of its integers. spec: the description of the parts, as JSON.
     template: what is needed to make the source again, as (class, context of ``__tensor_flatten__``, names of the inner
     tensors, name of the inner tensor that has the integers).
     """
@@ -65,9 +66,14 @@ class QuantizedTensor(PackedTensor):
         self.template = template
 
     @classmethod
-    def of_weight(cls, weight: QuantizedWeight, packed: PackedWeight | None) -> QuantizedTensor:
+    def of_weight(
+        cls, weight: QuantizedWeight, packed: PackedWeight | None, *, keeps_raw: bool = False
+    ) -> QuantizedTensor:
         """Return ``weight`` as a QuantizedTensor with the tensors of ``packed``; if that is None, with the tensors of
-        ``weight`` itself. The tensors are shared."""
+        ``weight`` itself. The tensors are shared.
+
+        keeps_raw: whether a packed weight for ``int_mm`` keeps its raw integers, too, which serve some M.
+        """
         parts: list[Tensor]
         fields = _fields(weight.shape, weight.dtype, weight.bits, weight.group_size, weight.zero_point is not None)
         fields["activation"], fields["product"] = weight.activation, weight.product
@@ -81,6 +87,9 @@ class QuantizedTensor(PackedTensor):
         fields["count"] = len(parts)
         if weight.product != "mixed_mm":
             parts.append(weight.scale.float())
+        if keeps_raw:
+            fields["raw"] = len(parts)
+            parts.append(weight.data)
         source = inner_tensors(weight.source)
         source_class = type(weight.source)
         template = (source_class, weight.source.__tensor_flatten__()[1], tuple(source), weight.data_name)  # type: ignore[attr-defined]
@@ -221,9 +230,10 @@ class QuantizedTensor(PackedTensor):
 
 
 def packed_like(weight: QuantizedWeight, like: QuantizedTensor) -> QuantizedTensor:
-    """Return ``weight`` as a QuantizedTensor in the layout of ``like``."""
-    layout = like.layout_name
-    return QuantizedTensor.of_weight(weight, None if layout == "raw" else pack_quantized(weight, layout=layout))
+    """Return ``weight`` as a QuantizedTensor in the forms of ``like``."""
+    layout, keeps_raw = like.layout_name, "raw" in fields_of(like.spec)
+    packed = None if layout == "raw" else pack_quantized(weight, layout=layout)
+    return QuantizedTensor.of_weight(weight, packed, keeps_raw=keeps_raw)
 
 
 def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[Problem] | None = None) -> PackedWeight:
@@ -242,7 +252,8 @@ def pack_quantized(weight: QuantizedWeight, *, layout: str, problems: Sequence[P
 
 def _fields(shape: Sequence[int], dtype: torch.dtype, bits: int, group: int | None, zero_point: bool) -> dict[str, Any]:
     """Return the fields of the spec of a weight for ``mixed_mm``; specs also have ``count`` (of the B operand's parts)
-    and, for a packed weight, ``packed`` (``_packed_fields``). shape: [N, K]. zero_point: whether the weight has zero
+    and, for a packed weight, ``packed`` (``_packed_fields``) and ``raw`` (the position of the raw integers among the
+    parts, if they are kept). shape: [N, K]. zero_point: whether the weight has zero
     points."""
     return {
         "n": shape[0], "k": shape[1], "dtype": dtype_name(dtype), "bits": bits, "group": group, "zero": zero_point,
@@ -284,8 +295,9 @@ def operand_of(parts: Sequence[Tensor], spec: str) -> Tensor | QuantWeight | Pac
         packed = dict(fields["packed"])
         quant = packed.pop("quant")
         return PackedWeight(
-            data=tuple(parts[: fields["count"]]), quant=None if quant is None else Quant(*quant), **packed
-        )
+            data=tuple(parts[: fields["count"]]), quant=None if quant is None else Quant(*quant),
+            raw=parts[fields["raw"]] if "raw" in fields else None, **packed,
+        )  # fmt: skip
     if fields["product"] != "mixed_mm":
         return parts[0].t()
     zero = parts[2] if fields["zero"] else None

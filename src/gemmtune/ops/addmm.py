@@ -90,6 +90,7 @@ SPEC = OpSpec(
     describe=describe,
     trace=_trace,
     torch_function=_torch_function,
+    raw="raw_t",
     records={torch.addmm: _recorded, Tensor.addmm: _recorded},
     settings=("beta", "alpha"),
     sizes=("input",),

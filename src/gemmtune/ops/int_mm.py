@@ -77,6 +77,7 @@ SPEC = OpSpec(
     describe=describe,
     trace=_trace,
     torch_function=_torch_function,
+    raw="raw_t",
     records={torch_int_mm: _recorded},
     differentiable=False,
     torch_in_special_states=False,

@@ -112,6 +112,7 @@ SPEC = OpSpec(
     describe=describe,
     trace=_trace,
     torch_function=_torch_function,
+    raw="raw",
     records={functional.linear: recorded},
     autocasts=True,
 )

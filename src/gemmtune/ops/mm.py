@@ -84,6 +84,7 @@ SPEC = OpSpec(
     describe=describe,
     trace=_trace,
     torch_function=_torch_function,
+    raw="raw_t",
     records={torch.mm: _recorded, Tensor.mm: _recorded},
     autocasts=True,
 )

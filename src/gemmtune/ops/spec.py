@@ -20,10 +20,10 @@ from ..core.memory import is_subclass
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
 from ..dispatch.cache import lookup
-from ..dispatch.call import CacheMiss, run_uncached, serve_miss, serve_with_torch
+from ..dispatch.call import CacheMiss, needs_grad, run_uncached, serve_miss, serve_with_torch
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import TorchFunction
-from ..dispatch.torch_state import is_autocast_on
+from ..dispatch.torch_state import is_autocast_on, is_shape_only
 from ..fuse import BoundStep
 from .dynamo import is_compiling
 
@@ -52,6 +52,8 @@ class OpSpec(NamedTuple):
     differentiable: whether the op has a gradient.
     autocasts: whether operands are converted to autocast's dtype where a call is not PyTorch's own.
     packable: whether the weight may be a PackedWeight.
+    raw: the attribute of a PackedWeight that has its raw form as this op takes a weight. ``describe`` then has a
+        parameter ``constant``. Empty where a weight of this op is never kept in both forms.
     torch_in_special_states: whether ``torch_function`` serves calls under transforms, modes and tensor subclasses.
     bypass: a Python expression over the parameters: calls of which it is true never look into the cache.
     """
@@ -68,6 +70,7 @@ class OpSpec(NamedTuple):
     autocasts: bool = False
     torch_in_special_states: bool = True
     packable: bool = True
+    raw: str = ""
     bypass: str = ""
 
     def public(self, declared: Public) -> Public:
@@ -94,9 +97,26 @@ class OpSpec(NamedTuple):
             if function is not None and is_plain and self.torch_in_special_states and _is_uniform(miss):
                 return self._torch_or_better_error(miss, function, arguments)
             return self.uncached(arguments, out)
-        call = self.describe(**arguments)
+        call, served = self._served_form(arguments)
+        if served is not arguments:
+            function, miss = self.torch_function(**served), miss._replace(raw=self.raw)
         function = None if is_modified else function
         return serve_miss(miss, self.name, call, function, differentiable=self.differentiable, out=out)
+
+    def _served_form(self, arguments: Arguments) -> tuple[Call, Arguments]:
+        """Return the Call, and the arguments that it describes: ``arguments``, or those with the raw form of a packed
+        weight that is kept in both forms, where that form serves. Raises as ``describe``."""
+        call = self.describe(**arguments)
+        packed, device = call.packed, call.a.device
+        if packed is None or not self.raw or not RUNTIME.serves_raw(call.problem, packed, device):
+            return call, arguments
+        # These are computed as by a weight that is packed only, at any M.
+        if needs_grad(call.tensors) or is_autocast_on(device.type) or is_shape_only(call.a):
+            return call, arguments
+        raw = {**arguments, self.operands[1]: getattr(packed, self.raw)}
+        raw_call = self.describe(**raw, constant=True)
+        # A raw form of unusual strides is another Problem.
+        return (raw_call, raw) if raw_call.problem == call.problem else (call, arguments)
 
     def uncached(self, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Compute a call without the cache. Raises as ``describe``."""
@@ -111,7 +131,8 @@ class OpSpec(NamedTuple):
             return out
         if self.autocasts and out is None:
             arguments = {**arguments, **_autocast({name: arguments[name] for name in self.operands[:2]})}
-        return run_uncached(self.name, self.describe(**arguments), out, differentiable=self.differentiable)
+        call, _ = self._served_form(arguments)
+        return run_uncached(self.name, call, out, differentiable=self.differentiable)
 
     def _is_modified(self, arguments: Arguments) -> bool:
         """Whether the call has an epilogue or an out_dtype, which PyTorch's function does not have."""

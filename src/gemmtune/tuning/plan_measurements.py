@@ -104,8 +104,9 @@ class Measurements:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
         layout.
 
-        Packed layouts that were slower than the plain op at some M come after the others, since they may not serve. One
-        without a time at either end of the range is left out: it was far behind before.
+        Packed layouts that were slower than the plain op at some M come after the others, since they serve only a
+        weight that is kept raw, too: the plain op's time counts at these M. One without a time at either end of the
+        range is left out: it was far behind before.
         """
         totals: dict[str, tuple[bool, float]] = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
@@ -121,6 +122,8 @@ class Measurements:
             weight = sum(weights[m] for m in shares)
             if weight > 0.0:
                 is_slow = max(shares.values()) > 1.0 + NO_SLOWER
+                if packing and is_slow:
+                    shares = {m: min(share, 1.0) for m, share in shares.items()}
                 totals[packing] = is_slow, sum(weights[m] * share for m, share in shares.items()) / weight
         packed = sorted((packing for packing in totals if packing), key=lambda packing: totals[packing])
         return [*packed[:_MAX_LAYOUTS], *(packing for packing in totals if not packing)]
