@@ -179,6 +179,7 @@ def test_skinny_kernel_matches_the_oracle(emulator: Emulator, name: str) -> None
     check(kernel, problem)
 
 
+BIAS = (Step("bias", "col", "bfloat16"),)
 SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
     "bf16, odd sizes": (build(19, 141, 200, "bf16"), {}),
     "fp16, two groups of warps": (replace(build(70, 72, 136, "fp16"), epilogue=(Step("gelu"),)), {"bm": 128}),
@@ -211,6 +212,21 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
     "int8, K shared": (int_problem(20, 70, 1104), {"chunks": 2, "bn": 64, "split": 2}),
     "fp8, K shared": (fp8_problem(65, 60, 1040), {"chunks": 2, "bn": 24, "split": 2}),
     "fp8, a cluster": (fp8_problem(18, 150, 144), {"cluster": 4, "bn": 48, "chunks": 2, "turns": 2}),
+    "bf16, a gate": (replace(build(19, 150, 200, "bf16"), epilogue=(Step("swiglu"),)), {"bn": 32}),
+    "bf16, a gate of biased columns, two groups of warps, a cluster": (
+        replace(build(75, 104, 264, "bf16"), epilogue=(*BIAS, Step("geglu"))), {"bm": 128, "bn": 48, "cluster": 2},
+    ),
+    "fp8, a gate, in pieces by turns": (
+        replace(fp8_problem(33, 140, 784), epilogue=(*fp8_problem(33, 140, 784).epilogue, Step("geglu_tanh"))),
+        {"bn": 64, "chunks": 2, "pieces": 2, "turns": 2},
+    ),
+    "int8, a gate": (
+        replace(
+            int_problem(33, 92, 272), out_dtype="bfloat16",
+            epilogue=(Step("scale", "row", "float32"), Step("scale", "col", "float32"), Step("swiglu")),
+        ),
+        {"bn": 32},
+    ),
 }  # fmt: skip
 
 
@@ -331,7 +347,6 @@ def test_integer_outputs_round_nan_to_zero_and_ties_to_even(emulator: Emulator) 
             assert torch.equal(out, expected), problem.out_dtype
 
 
-BIAS = (Step("bias", "col", "bfloat16"),)
 # Each value has a template, a Problem, a config, a statement, and a wrong statement that replaces it.
 WRONG_STATEMENTS: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
     "A and B disagree about K's order": (
@@ -369,6 +384,12 @@ WRONG_STATEMENTS: dict[str, tuple[str, Problem, dict[str, int], str, str]] = {
         "skinny", replace(weight_only_problem(2, 64, 512), epilogue=(Step("swiglu"),)), {},
         "Ahead(const T* from, int first, int last, int thread) {",
         "Ahead(const T* from, int, int last, int thread) { int first = 0;",
+    ),
+    "a slab's gate multiplies its own columns": (
+        "slab", replace(build(20, 64, 512, "bf16"), epilogue=(Step("swiglu"),)), {"bn": 32}, "sum[WIDE / 2]", "*sum",
+    ),
+    "both halves of a slab's stage are the gate's": (
+        "slab", replace(build(20, 64, 512, "bf16"), epilogue=(Step("swiglu"),)), {"bn": 32}, "end_n + n0", "n0",
     ),
     "the last scales of a wide tile are not there": (
         "mixed", weight_only_problem(17, 70, 128), {"bn": 128, "bm": 24},

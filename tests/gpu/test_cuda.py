@@ -62,6 +62,11 @@ PROBLEMS = {
     "slab fp8": fp8_problem(33, 2200, 2064),
     "slab bf16, few rows": replace(build(5, 1101, 2080, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),
     "slab fp8, few rows": fp8_problem(9, 2200, 2064),
+    "slab gate": replace(build(64, 1104, 2080, "bf16"), epilogue=(Step("swiglu"),)),
+    "slab gate bias": replace(build(70, 2200, 1032, "fp16"), epilogue=(Step("bias", "col", "float16"), Step("geglu"))),
+    "slab gate fp8": replace(
+        fp8_problem(150, 2200, 2064), epilogue=(*fp8_problem(150, 2200, 2064).epilogue, Step("swiglu"))
+    ),
     "mixed int8": replace(
         weight_only_problem(70, 1100, 2064), epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"))
     ),
@@ -114,6 +119,13 @@ def test_every_third_candidate_is_correct(name: str) -> None:
         verdict = verify(run_candidate, problem, test_cases, time_limit_s=0.0)
         assert verdict.ok, f"{candidate.id}: {verdict.kind}: {verdict.detail}"
     assert checked > len(every_third_candidate(problem)) / 2
+
+
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("name", ["slab gate", "slab gate bias", "slab gate fp8"])
+def test_slabs_of_gates_are_correct_and_repeatable_at_every_m(name: str, cluster: int) -> None:
+    problem = PROBLEMS[name]
+    check_any_m(problem, load_kernel(problem, first_candidate(problem, "slab", "cuda", cluster=cluster)))
 
 
 @pytest.mark.parametrize("split", [1, 2])

@@ -11,7 +11,7 @@ import torch
 from gemmtune.core.epilogue import Step
 from gemmtune.core.workloads import build
 from gemmtune.inductor import costs
-from gemmtune.inductor.costs import has_own_kernels, layouts_of, norm_s, pointwise_s, residual_s
+from gemmtune.inductor.costs import gate_read_s, has_own_kernels, layouts_of, norm_s, pointwise_s, residual_s
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -58,6 +58,12 @@ def test_a_fused_form_saves_a_launch_or_a_read() -> None:
         assert pointwise_s(added, device) > pointwise_s(plain, device) > 1e-6
         assert residual_s(added, device) < pointwise_s(added, device)
     assert residual_s(added, GPU) == pytest.approx(1e-6 + 4 * 4096 * 2 / 3e12)
+
+
+def test_a_gate_saves_a_kernel_or_half_of_what_it_reads() -> None:
+    gate = replace(build(4, 8192, 32, "bf16"), epilogue=(Step("swiglu"),))
+    assert pointwise_s(gate, GPU) == pytest.approx(1.5e-6 + 3 * 4 * 4096 * 2 / 3e12)
+    assert gate_read_s(gate, GPU) == pytest.approx(4 * 4096 * 2 / 3e12)
 
 
 def test_untuned_products_are_assumed_to_be_limited_by_memory(

@@ -365,6 +365,16 @@ def test_gate_is_no_form_where_its_factor_or_its_result_is_needed(
     assert_same(module, block, X, W, U, DOWN)
 
 
+def test_gate_that_a_kernel_of_inductors_reads_is_a_form_if_reading_one_matrix_saves_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    prefer_norms(monkeypatch)
+    monkeypatch.setattr(plan_graph, "_LEAST_SAVED_S", 0.0)
+    module = trace(gate_read_by_a_norm, X, W, U, DOWN)
+    assert [steps_of(node) for node in run_pass(monkeypatch, module, constants=(1, 2, 3))] == [["swiglu"], []]
+    assert_same(module, gate_read_by_a_norm, X, W, U, DOWN)
+
+
 def result_read_twice(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
     h = model_norm(x, gain)
     return h + F.linear(h, w)

@@ -109,12 +109,19 @@ def _memory_bandwidth(device: torch.device) -> float | None:
 
 def pointwise_s(problem: Problem, device: torch.device) -> float:
     """Return the seconds of a pointwise kernel that reads a product's result and the epilogue's matrices, and writes
-    its own result."""
+    its own result; for a gate, one that multiplies two products."""
     host = is_host(device.type)
-    elements = problem.m * problem.n * problem.batch
     width = bits(problem.out_dtype) // 8
+    if problem.gate is not None:
+        return _LAUNCH_S[host] + 3 * problem.m * problem.columns * width / _BANDWIDTH[host]
+    elements = problem.m * problem.n * problem.batch
     matrices = sum(bits(step.dtype) // 8 for step in problem.epilogue if step.axis == "full" and step.dtype)
     return _LAUNCH_S[host] + elements * (2 * width + matrices) / _BANDWIDTH[host]
+
+
+def gate_read_s(problem: Problem, device: torch.device) -> float:
+    """Return the seconds that a kernel of Inductor's saves which reads a gate's result in place of its two factors."""
+    return problem.m * problem.columns * (bits(problem.out_dtype) // 8) / _BANDWIDTH[is_host(device.type)]
 
 
 def norm_s(problem: Problem, device: torch.device) -> float:

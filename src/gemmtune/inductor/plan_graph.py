@@ -22,13 +22,14 @@ from torch import fx
 
 from ..core.devices import is_host
 from ..core.problem import Problem
-from .costs import Cost, assumed_s, cost_of, has_own_kernels, norm_s, pointwise_s, residual_s
+from .costs import Cost, assumed_s, cost_of, gate_read_s, has_own_kernels, norm_s, pointwise_s, residual_s
 from .graph_call import GraphCall
 from .matching import Product
 from .merging import merge_groups, merged_call
 from .nodes import EXTERN, feeds_products, is_call, is_view, value_of, without_views
 from .wide_forms import WideForm, wide_forms
 
+_LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
 
 
@@ -84,7 +85,7 @@ class GraphPlan:
         self._ends = {product.end(product.fixed) for product in products}
         self._lengths = {id(product): self._fused_length(product) for product in products}
         wide = wide_forms(products, self.groups, lambda product: self._lengths[id(product)] or product.fixed)
-        self._wide = [form for form in wide if has_own_kernels(form.call.problem, device_of(form.products[0]))]
+        self._wide = list(filter(_is_worthwhile, wide))
         self._candidates = list(self._list_candidates())
 
     def first_problems(self) -> Problems:
@@ -196,7 +197,7 @@ class GraphPlan:
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
         if end is not None and all(single.saved is not end for single in singles):
-            seconds += pointwise_s(problem, device) if wide.gate else _saved_s(wide.products[0], wide.length)
+            seconds += _gate_s(wide, problem) if wide.gate else _saved_s(wide.products[0], wide.length)
         for product, single in zip(wide.products, singles, strict=False):
             length = self._lengths[id(product)]
             if single.saved not in (None, end) and length is not None:
@@ -257,6 +258,19 @@ class GraphPlan:
             if alone[id(product)].saved is not None and length is not None:
                 saved += _saved_s(product, length)
         return saved
+
+
+def _is_worthwhile(form: WideForm) -> bool:
+    """Whether there are kernels for a wide form, and it saves time that tuning could show."""
+    problem = form.call.problem
+    saves = form.normed or form.gate is None or _gate_s(form, problem) > _LEAST_SAVED_S
+    return saves and has_own_kernels(problem, device_of(form.products[0]))
+
+
+def _gate_s(form: WideForm, problem: Problem) -> float:
+    """Return the seconds of Inductor's kernels that a gate saves: all of one, or reading twice as much."""
+    device = device_of(form.products[0])
+    return pointwise_s(problem, device) if form.ends_kernel else gate_read_s(problem, device)
 
 
 def _counts(candidates: Iterable[_Candidate]) -> Problems:

@@ -55,6 +55,11 @@ class WideForm(NamedTuple):
         return int(self.normed) + int(self.gate is not None)
 
     @property
+    def ends_kernel(self) -> bool:
+        """Whether a gate is all that Inductor's kernel behind the products computes."""
+        return self.gate is not None and feeds_products(self.products[0].end(self.length))
+
+    @property
     def end(self) -> fx.Node | None:
         """The last node of the operations behind the products that the kernel computes; None without any."""
         first = self.products[0]
@@ -108,7 +113,7 @@ def _gates(group: Sequence[Product]) -> Iterator[WideForm]:
         return
     for gate, factor in (group, reversed(group)):
         length, kind = _gate_length(gate, factor)
-        if length and feeds_products(gate.end(length)):
+        if length:
             yield WideForm((gate, factor), length, False, kind)
             return
 

@@ -102,7 +102,7 @@ def result_is_int(problem: Problem) -> bool:
 
 def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
     """Return the statements that compute an element's result from its ``sum``. It is then rounded once and stored, or
-    is one factor of a gate. (Norms, which are in front of the product, and gates are parts of skinny.cu.)"""
+    is one factor of a gate. (Norms, which are in front of the product, and gates are parts of the templates.)"""
     lines, name = [], "sum"
     float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if problem.b.quant is not None and not scale_group(problem):

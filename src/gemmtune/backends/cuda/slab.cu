@@ -16,7 +16,7 @@
 //
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
-// divided into PIECES, TURNS of them in flight), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a cluster), WARPS,
+// divided into PIECES, TURNS of them in flight), GATED (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a cluster), WARPS,
 // REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
 // rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It also writes the
 // epilogue and the loads of its vectors.
@@ -28,6 +28,7 @@ constexpr int STAGE_BYTES = CHUNKS * (A_BYTES + B_BYTES);
 constexpr int ELEMENTS = 128 / WIDTH;                           // elements of K in a chunk
 constexpr int EARLY_STAGES = (STAGES + 1) / 2;                  // stages of B to load early; more would delay the first of A
 constexpr int SUMS = BN / 2;                                    // sums of a thread
+constexpr int WIDE = GATED ? BN / 2 : BN;                       // columns of C in a slab
 constexpr int PIECE_SUMS = SUMS / PIECES, STEP_PRODUCTS = CHUNKS * PIECES;  // if STEPWISE: sums of a product, and products of a step
 constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS) : 0;
 // wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
@@ -70,7 +71,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #else
     __syncthreads();
 #endif
-    const int tiles_m = (M + BM - 1) / BM, tiles_n = (N + BN - 1) / BN;
+    const int end_n = GATED ? N / 2 : N;  // of C's columns
+    const int tiles_m = (M + BM - 1) / BM, tiles_n = (end_n + WIDE - 1) / WIDE;
     const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
@@ -93,17 +95,21 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 const u32 stage = stages + slot * STAGE_BYTES, done = full + 8 * slot;
                 expect_bytes_once(done, stage_bytes);
 #pragma unroll
-                for (int chunk = 0; chunk < CHUNKS; ++chunk)
-                    tma_load_once(stage + CHUNKS * A_BYTES + chunk * B_BYTES, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0,
-                               done);
+                for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                    const u32 into = stage + CHUNKS * A_BYTES + chunk * B_BYTES;
+                    tma_load_once(into, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, n0, done);
+#if GATED
+                    tma_load_once(into + WIDE * 128, &b_desc, (step * CHUNKS + chunk) * ELEMENTS, end_n + n0, done);
+#endif
+                }
             };
             if (following & B_EARLY && !together && first < tiles)
                 for (; early_stages < min(EARLY_STAGES, to - from); ++early_stages)
-                    fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * BN);
+                    fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * WIDE);
             pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
                 const int m0 = first_row_read(tile % tiles_m * BM, M) + rank * A_ROWS;
-                const int n0 = (tile / tiles_m * SHARE + rank) * BN;
+                const int n0 = (tile / tiles_m * SHARE + rank) * WIDE;
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                     if (early_stages > 0) {
@@ -131,9 +137,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
             const int first_stored = tile % tiles_m * BM, m0 = first_row_read(first_stored, M);
-            const int n0 = (tile / tiles_m * SHARE + rank) * BN;
+            const int n0 = (tile / tiles_m * SHARE + rank) * WIDE;
             const int top = m0 + 64 * group;
-            const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), N};
+            const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), end_n};
             // AHEAD
             sum_t sums[SUMS];
 #pragma unroll
@@ -194,11 +200,21 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             };
             // wgmma's fragments: four lanes have two rows, 8 apart, and each lane a pair of every 8 columns.
             const int row = warp % 4 * 16 + lane / 4, own = lane % 4;
+            // Return the result of column x of the slab from its sum; GATED: and from that of the right half.
+            auto result_of = [&](int m, int y, int x, const sum_t* sum) {
+                const int n = min(n0 + x, end_n - 1);
+                value_t result = finish(m, n, y, x, *sum);
+#if GATED
+                value_t gate = result;
+                // GATE
+                result = gate * finish(m, n + end_n, y, x + WIDE, sum[WIDE / 2]);
+#endif
+                return result;
+            };
             auto pair_of = [&](int y, int x, const sum_t* both) {
-                const int m = min(top + y, M - 1), n = n0 + x;
+                const int m = min(top + y, M - 1);
                 Pair pair;
-                round_to(pair, c_t{}, finish(m, min(n, N - 1), y, x, both[0]),
-                         finish(m, min(n + 1, N - 1), y, x + 1, both[1]));
+                round_to(pair, c_t{}, result_of(m, y, x, both), result_of(m, y, x + 1, both + 1));
                 return pair;
             };
 #if SPLIT > 1
@@ -213,21 +229,21 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #else
             if (warp % 4 * 16 >= BM) continue;
 #pragma unroll
-            for (int first = 0; first < BN / 8; first += TOGETHER) {
+            for (int first = 0; first < WIDE / 8; first += TOGETHER) {
                 Pair pairs[2][TOGETHER];
 #pragma unroll
                 for (int i = 0; i < TOGETHER; ++i)
 #pragma unroll
                     for (int half = 0; half < 2; ++half)
-                        if (first + i < BN / 8)
+                        if (first + i < WIDE / 8)
                             pairs[half][i] =
                                 pair_of(row + 8 * half, 8 * (first + i) + 2 * own, sums + 4 * (first + i) + 2 * half);
 #pragma unroll
                 for (int half = 0; half < 2; ++half)
-                    if (first + TOGETHER <= BN / 8) store(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);
+                    if (first + TOGETHER <= WIDE / 8) store(C, top + row + 8 * half, n0 + 8 * first, own, pairs[half]);
                     else
 #pragma unroll
-                        for (int i = 0; i < BN / 8 % TOGETHER; ++i)
+                        for (int i = 0; i < WIDE / 8 % TOGETHER; ++i)
                             store(C, top + row + 8 * half, n0 + 8 * (first + i) + 2 * own, pairs[half][i]);
             }
 #endif

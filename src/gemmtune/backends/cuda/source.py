@@ -106,7 +106,7 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
         text, "KEPT", [vector.store_statement(index) for index, vector in enumerate(vectors.values())]
     )
     text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors))
-    if template == SKINNY:
+    if template in (SKINNY, SLAB):
         text = _insert_statements(text, "GATE", gate_statements(problem))
     return Source("\n".join(lines) + "\n" + text, tuple(parameters), **launch)
 
@@ -120,7 +120,8 @@ def _insert_statements(text: str, mark: str, lines: list[str]) -> str:
 
 
 def _slab_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
-    a, b = _box(problem.a.dtype, config["bm"] // config["cluster"]), _box(problem.a.dtype, config["bn"])
+    columns = config["bn"] // (2 if problem.gate is not None else 1)  # of a gate, from either half of B
+    a, b = _box(problem.a.dtype, config["bm"] // config["cluster"]), _box(problem.a.dtype, columns)
     return {
         "warps": slab_warps(problem, config),
         "shared": slab_shared(problem, config),
@@ -162,6 +163,7 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "BM": config["bm"],
         "BN": config["bn"],
         "SPLIT": config["split"],
+        "GATED": int(problem.gate is not None),
         "WIDTH": bits(problem.a.dtype) // 8,
         "HALF": int(problem.a.dtype == "float16"),
         "MMA": f'"{_instruction(problem)}"',
@@ -187,7 +189,6 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
         "NORM": int(problem.norm is not None),
-        "GATED": int(problem.gate is not None),
         "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
     }
 

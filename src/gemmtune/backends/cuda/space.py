@@ -90,7 +90,6 @@ _MIXED_L2 = 1.6e13
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
-_PLAIN_STEPS = "computes no norm in front of the product, and no gate behind it"
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -248,8 +247,8 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    if problem.norm is not None or problem.gate is not None:
-        return _PLAIN_STEPS
+    if problem.norm is not None:
+        return "computes no norm in front of the product"
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
     return ""
@@ -263,10 +262,11 @@ def _slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, 
     fp8_choices = one_or_two if stepwise else (1,)
     few_rows = problem.m <= 64
     rows = (8 * -(-problem.m // 8),) if few_rows else (64, 128)
-    for bm, split in itertools.product(rows, (1, 2, 3, 4, 6, 8)):
+    splits, widths = ((1,), _WIDTHS[::2]) if problem.gate is not None else ((1, 2, 3, 4, 6, 8), _WIDTHS)
+    for bm, split in itertools.product(rows, splits):
         blocks = -(-problem.m // bm) * split
         fitting_widths = {
-            next((w for w in _WIDTHS if -(-problem.n // w) * blocks <= device.multiprocessors * rounds), 256)
+            next((w for w in widths if -(-problem.n // w) * blocks <= device.multiprocessors * rounds), 256)
             for rounds in range(1, 7 if split == 1 else 3)
         }
         for bn, cluster, chunks, pieces, turns in itertools.product(
@@ -306,6 +306,8 @@ def _why_slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, 
     pieces, turns = config["pieces"], config["turns"]
     if config["bn"] % (8 * pieces):
         return f"wgmma multiplies by multiples of 8 columns; {config['bn']} are in {pieces} pieces"
+    if problem.gate is not None and (config["bn"] % 16 or split > 1):
+        return "a block multiplies a gate by its factor: it has multiples of 8 columns of either, and all of K"
     if turns > config["chunks"] * pieces:
         return f"a step has no {turns} products for as many turns"
     needed = slab_registers(problem, config)
@@ -346,7 +348,7 @@ def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
     if problem.family != "mixed_mm":
         return f"multiplies by narrower weights; got {problem.family}"
     if problem.norm is not None or problem.gate is not None:
-        return _PLAIN_STEPS
+        return "computes no norm in front of the product, and no gate behind it"
     most = _MIXED_MAX_ROWS[problem.b.dtype]
     if not _MIXED_MIN_ROWS <= problem.m <= most:
         return f"made for {_MIXED_MIN_ROWS} to {most} rows by {problem.b.dtype} weights; got {problem.m}"
