@@ -526,9 +526,9 @@ def test_dependents_launch_late_when_the_grid_does_not_fit(emulator: Emulator) -
     driver.blocks_per_multiprocessor = 2
     run_into(emulator.skinny(problem), inputs, out)
     assert driver.launches[-1][2][-1] == 1
-    wide, driver.blocks_per_multiprocessor = build(5, 400, 64, "bf16"), 9
-    run_into(emulator.skinny(wide, bn=16), make_inputs(wide, 0), torch.empty(5, 400, dtype=torch.bfloat16))
-    assert driver.launches[-1][2][-1] == 3  # 25 small thread blocks on 6 multiprocessors
+    wide, driver.blocks_per_multiprocessor = build(5, 800, 64, "bf16"), 9
+    run_into(emulator.skinny(wide, bn=16), make_inputs(wide, 0), torch.empty(5, 800, dtype=torch.bfloat16))
+    assert driver.launches[-1][2][-1] == 3  # 50 small thread blocks on 6 multiprocessors
 
 
 @needs_cxx

@@ -35,7 +35,7 @@ _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-_EARLY_BLOCKS = 4  # of a multiprocessor: with more, even small ones, it is faster to let the next kernel begin late
+_EARLY_BLOCKS = 8  # of a multiprocessor, at most: with more blocks it is faster to let the next kernel begin late
 
 
 @functools.cache
