@@ -105,6 +105,8 @@ template <class T> static T shuffle_xor(T x, int bit) {
     return found;
 }
 
+inline float logistic(float x) { return 1.0f / (1.0f + expf(-x)); }
+
 #define SHARED(type, name)                                                  \
     static_assert(sizeof(type) <= 48 << 10, "a kernel has 48 KB by itself"); \
     type& name = *reinterpret_cast<type*>(cluster[now->rank].memory.data())

@@ -21,6 +21,7 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from .costs import cost_of
+from .equal_nodes import share_equal_nodes
 from .graph_report import GraphReport, provenance, report_of
 from .hooks import (
     PROVENANCE,
@@ -82,6 +83,7 @@ class ProductPass(CustomGraphPass):
             )
             return
         with _LOCK, store_of(self.options):
+            share_equal_nodes(graph)
             constants = constant_inputs(graph)
             products, unmatched = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]

@@ -137,8 +137,8 @@ def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) 
         "relu": [f"{v} = {v} < 0 ? 0 : {v};"],  # keeps NaN
         "gelu": [f"{v} = 0.5f * {v} * (1.0f + erff({v} * {float_literal(0.5**0.5)}));"],
         # 1 + tanh(u) = 2 sigmoid(2u)
-        "gelu_tanh": [f"{v} = {v} / (1.0f + expf(-1.5957691216057308f * ({v} + 0.044715f * {v} * {v} * {v})));"],
-        "silu": [f"{v} = {v} / (1.0f + expf(-{v}));"],
+        "gelu_tanh": [f"{v} *= logistic(1.5957691216057308f * ({v} + 0.044715f * {v} * {v} * {v}));"],
+        "silu": [f"{v} *= logistic({v});"],
         "number": [f"{v} *= {float_literal(value)};"],
         "scale": [f"{v} *= {tensor};"],
         "mul": [f"{v} *= {tensor};"],

@@ -90,6 +90,20 @@ template <class Half> __device__ __forceinline__ Half load_now(const Half* from)
     return x;
 }
 
+// Return 1 / (1 + exp(-x)). ROUGH: with the hardware's approximations (relative errors of 2^-22), which are small beside the
+// rounding of a 16-bit result. The exact functions take some 30 instructions and branches, which a block that has nothing else
+// to do at its end waits for.
+__device__ __forceinline__ float logistic(float x) {
+#if ROUGH
+    float power, result;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
+    asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));
+    return result;
+#else
+    return 1.0f / (1.0f + expf(-x));
+#endif
+}
+
 // mma of a warp: d[16, 8] += b[16, k] * a[k, 8], each lane with its fragments.
 __device__ __forceinline__ void multiply(sum_t (&d)[4], u32 b0, u32 b1, u32 b2, u32 b3, u32 a0, u32 a1) {
     asm("mma.sync.aligned." MMA " {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
