@@ -80,13 +80,7 @@ class Function:
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
             self.handle = self._load(cubin)
             self.pdl = self._supports_pdl()
-            # Queried here, where the context is current: a LaunchArgs may be created on a thread that has no context
-            # yet.
-            resident = self._resident_blocks()
-            self._prefer_shared_memory(resident)
-            properties = torch.cuda.get_device_properties(device)
-            early = min(resident, _EARLY_BLOCKS) * properties.multi_processor_count
-            self.early_trigger_blocks = early if self.pdl else 0
+            self.early_trigger_blocks = self._configure(device)
 
     def _load(self, cubin: bytes) -> int:
         """Load the cubin and return the kernel's handle."""
@@ -102,6 +96,16 @@ class Function:
     def _supports_pdl(self) -> bool:
         """Whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch)."""
         return self.header.waits and _version() >= _PDL_DRIVER_VERSION
+
+    def _configure(self, device: int) -> int:
+        """Set the kernel's attributes, and return ``early_trigger_blocks``.
+
+        A LaunchArgs, which needs that number, may be created on a thread that has no context yet.
+        """
+        resident = self._resident_blocks()
+        self._prefer_shared_memory(resident)
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        return min(resident, _EARLY_BLOCKS) * int(multiprocessors) if self.pdl else 0
 
     def _resident_blocks(self) -> int:
         """Return how many blocks run on a multiprocessor at a time."""

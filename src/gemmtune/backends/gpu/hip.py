@@ -56,6 +56,9 @@ class HipFunction(Function):
         _check(library().hipModuleGetFunction(ctypes.byref(handle), module, name.encode()), f"finding {name}")
         return int(handle.value or 0)
 
+    def _configure(self, device: int) -> int:
+        return 0
+
     def _supports_pdl(self) -> bool:
         return False
 
