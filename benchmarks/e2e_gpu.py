@@ -28,7 +28,7 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "e2e.db"))
 
 import torch
 import torch.nn.functional as F
-from harness import Spread, paired_ratios, save_results
+from harness import Spread, card_name, paired_ratios, save_results
 from torch import Tensor, nn
 
 import gemmtune
@@ -351,7 +351,9 @@ def main() -> None:
             print(f"{case}: not run, the time is over")
             continue
         rows.append(measure(case, options, bandwidth))
-        path = save_results("e2e-gpu", rows, made=made, bandwidth=bandwidth, command=vars(options))
+        path = save_results(
+            "e2e-gpu", rows, made=made, bandwidth=bandwidth, command=vars(options), card=card_name(options.device)
+        )
         gc.collect()
         if options.device == "cuda":
             torch.cuda.empty_cache()

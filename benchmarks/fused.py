@@ -26,7 +26,7 @@ os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "fused.db"))
 import torch
 import torch._inductor.config as inductor_config
 import torch.nn.functional as F
-from harness import Spread, geomean, paired_ratios, save_results
+from harness import Spread, card_name, geomean, paired_ratios, save_results
 from torch import Tensor, nn
 
 import gemmtune
@@ -184,7 +184,7 @@ def main() -> None:
             break
         with torch.no_grad():
             rows.append(measure(*case, options))
-        path = save_results("fused", rows, made=made, command=vars(options))
+        path = save_results("fused", rows, made=made, command=vars(options), card=card_name(options.device))
         gc.collect()
     ratios = [row["ratio"][0] for row in rows]
     worst = min(rows, key=lambda row: row["ratio"][0])

@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from gemmtune.dispatch import current_target
 
 RESULTS = Path(__file__).parent / "results"
@@ -119,6 +121,11 @@ def describe_run(name: str) -> dict[str, Any]:
     """Return the first entries of a results file: the benchmark, the time, the commit and the machine."""
     stamp = time.strftime("%Y%m%d-%H%M%S", time.gmtime())
     return {"benchmark": name, "made": stamp, "commit": current_commit(), "target": current_target().to_dict()}
+
+
+def card_name(device: str) -> str:
+    """Return the name of a GPU; empty for a CPU, which is the Target of every results file."""
+    return torch.cuda.get_device_name(device) if torch.device(device).type == "cuda" else ""
 
 
 def current_commit() -> str:
