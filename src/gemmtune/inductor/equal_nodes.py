@@ -11,7 +11,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from .nodes import is_view, value_of
+from .nodes import aten, is_view, value_of
+
+_OVERLOAD = type(aten.mm.default)
 
 
 def share_equal_nodes(graph: fx.Graph) -> int:
@@ -43,7 +45,7 @@ def _is_pure(node: fx.Node) -> bool:
     target = node.target
     return (
         node.op == "call_function"
-        and isinstance(target, torch._ops.OpOverload)
+        and isinstance(target, _OVERLOAD)
         and target.namespace in ("aten", "prims")
         and not target._schema.is_mutable
         and torch.Tag.nondeterministic_seeded not in target.tags
