@@ -14,7 +14,6 @@ from gemmtune.core.tuned_plan import PlanInterval, TunedPlan
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
 from gemmtune.store import MemoryStore
-from gemmtune.tuning import weight_session
 from gemmtune.tuning.config_keys import keyed
 from gemmtune.tuning.keyed_plan import KeyedSession
 from gemmtune.tuning.sizes import SizeRange
@@ -29,7 +28,6 @@ from helpers.plans import (
     SimulatedKernel,
     decisions_at,
     simulated,
-    use_fake_time,
 )  # fmt: skip
 
 RANGE = SizeRange(1, 128, ())
@@ -38,17 +36,6 @@ RANGE = SizeRange(1, 128, ())
 def two_keys(m: int) -> int:
     """Return 40 up to M = 40, and 128 for larger M."""
     return 40 if m <= 40 else 128
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    monkeypatch.setattr(weight_session, "SERVING_S", 0.0)
-    return use_fake_time(monkeypatch)
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 def run_session(

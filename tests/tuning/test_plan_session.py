@@ -40,7 +40,6 @@ from helpers.plans import (
     serving_kernels,
     simulated,
     staircase,
-    use_fake_time,
 )  # fmt: skip
 
 TUNED = (1, 8, 48, 256)
@@ -51,17 +50,6 @@ SOUND = (SMALL, LARGE)
 def fastest(m: int) -> float:
     """Return 90% of the time of the fastest sound kernel."""
     return 0.9 * min(kernel.seconds(m) for kernel in SOUND)
-
-
-@pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
-    monkeypatch.setattr(weight_session, "SERVING_S", 0.0)
-    return use_fake_time(monkeypatch)
-
-
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
 
 
 def run_session(

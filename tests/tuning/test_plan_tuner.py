@@ -83,11 +83,6 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> FakeTime:
     return use_fake_time(monkeypatch)
 
 
-@pytest.fixture
-def store() -> MemoryStore:
-    return MemoryStore()
-
-
 def tune(
     tuner: FakeTuner,
     store: MemoryStore,

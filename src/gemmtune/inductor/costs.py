@@ -33,7 +33,8 @@ _NORM_S = {True: 1e-6, False: 4e-6}
 # (benchmarks/results/e2e-gpu-20261126-004054.json), 0.91 on an H200 (e2e-gpu-20261125-235045.json).
 _REACHED = 0.92
 # What is assumed of a product that was not tuned, besides its memory traffic. The fastest kernels for one row of 17 to
-# 235 MB of weights took 2.6 to 3.4 us more than that on an H100 and on an H200 (the decisions of the same runs).
+# 235 MB of weights took 2.6 to 3.4 us more than that on an H100 (e2e-gpu-norms-times-h100-20261126.txt) and on an H200
+# (decisions of the run e2e-gpu-20261126-032243, whose store was not kept).
 _READY_S = 3.5e-6
 
 # Layouts that are a copy of an integer weight in a wider dtype, which takes twice the memory and more.

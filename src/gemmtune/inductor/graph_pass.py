@@ -34,7 +34,7 @@ from .hooks import (
     outside_of_compilation,
 )
 from .matching import Product, find_products
-from .nodes import aten, is_view
+from .nodes import EXTERN, aten, is_call, is_view
 from .operator import product as product_op
 from .options import Options
 from .plan_graph import Form, GraphPlan, Problems, device_of
@@ -83,7 +83,8 @@ class ProductPass(CustomGraphPass):
             )
             return
         with _LOCK, store_of(self.options):
-            share_equal_nodes(graph)
+            if any(is_call(node, *EXTERN) for node in graph.nodes):
+                share_equal_nodes(graph)
             constants = constant_inputs(graph)
             products, unmatched = find_products(graph, constants, emulate=self.options.emulates_casts)
             products = [p for p in products if devices.is_served(device_of(p))]

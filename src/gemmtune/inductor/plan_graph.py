@@ -197,7 +197,7 @@ class GraphPlan:
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
         if end is not None and all(single.saved is not end for single in singles):
-            seconds += _gate_s(wide, problem) if wide.gate else _saved_s(wide.products[0], wide.length)
+            seconds += _gate_saved_s(wide, problem) if wide.gate else _saved_s(wide.products[0], wide.length)
         for product, single in zip(wide.products, singles, strict=False):
             length = self._lengths[id(product)]
             if single.saved not in (None, end) and length is not None:
@@ -263,11 +263,11 @@ class GraphPlan:
 def _is_worthwhile(form: WideForm) -> bool:
     """Whether there are kernels for a wide form, and it saves time that tuning could show."""
     problem = form.call.problem
-    saves = form.normed or form.gate is None or _gate_s(form, problem) > _LEAST_SAVED_S
+    saves = form.normed or form.gate is None or _gate_saved_s(form, problem) > _LEAST_SAVED_S
     return saves and has_own_kernels(problem, device_of(form.products[0]))
 
 
-def _gate_s(form: WideForm, problem: Problem) -> float:
+def _gate_saved_s(form: WideForm, problem: Problem) -> float:
     """Return the seconds of Inductor's kernels that a gate saves: all of one, or reading twice as much."""
     device = device_of(form.products[0])
     return pointwise_s(problem, device) if form.ends_kernel else gate_read_s(problem, device)

@@ -90,11 +90,11 @@ template <class Half> __device__ __forceinline__ Half load_now(const Half* from)
     return x;
 }
 
-// Return 1 / (1 + exp(-x)). ROUGH: with the hardware's approximations (relative errors of 2^-22), which are small beside the
+// Return 1 / (1 + exp(-x)). FAST_MATH: with the hardware's approximations (relative errors of 2^-22), which are small beside the
 // rounding of a 16-bit result. The exact functions take some 30 instructions and branches, which a block that has nothing else
 // to do at its end waits for.
 __device__ __forceinline__ float logistic(float x) {
-#if ROUGH
+#if FAST_MATH
     float power, result;
     asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(-1.4426950408889634f * x));
     asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(1.0f + power));

@@ -164,7 +164,7 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "BN": config["bn"],
         "SPLIT": config["split"],
         "GATED": int(problem.gate is not None),
-        "ROUGH": int(problem.out_dtype in HALVES),
+        "FAST_MATH": int(problem.out_dtype in HALVES),
         "WIDTH": bits(problem.a.dtype) // 8,
         "HALF": int(problem.a.dtype == "float16"),
         "MMA": f'"{_instruction(problem)}"',
