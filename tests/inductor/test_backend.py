@@ -6,7 +6,7 @@ import importlib
 import subprocess
 import sys
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,13 +30,8 @@ backend_module: Any = importlib.import_module("gemmtune.inductor.backend")
 
 
 @pytest.fixture(autouse=True)
-def fresh_compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Compile in the test's own cache directory, and without a graph of an earlier test."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path / "inductor"))
-    torch._dynamo.reset()
+def cleared_counters(fresh_compiler: None) -> None:
     counters.clear()
-    yield
-    torch._dynamo.reset()
 
 
 def test_explain_reports_each_product_and_generates_no_code(monkeypatch: pytest.MonkeyPatch) -> None:
