@@ -117,6 +117,11 @@ static sum_t load_remote(int rank, const sum_t* here) {
 }
 
 static float __uint_as_float(u32 x) { return gemmtune::from_bits(x); }
+static u32 __float_as_uint(float x) {
+    u32 bits;
+    std::memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
 static float __int_as_float(int x) { return gemmtune::from_bits(static_cast<u32>(x)); }
 // PTX ISA, cvt: integers saturate, and NaN becomes 0.
 static int __float2int_rn(float x) {
@@ -336,14 +341,33 @@ static void tma_load_multicast(u32 to, const Map* map, int k, int row, u32 barri
     for (int rank = 0; rank < SHARE; ++rank) tma_load(SHARE > 1 ? rank : now->rank, to, *map, k, row, barrier);
 }
 
+static void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+    needs();
+    if (to % 16 || reinterpret_cast<std::uintptr_t>(from) % 16 || bytes % 16 || bytes <= 0) std::abort();
+    if (!elected()) return;
+    std::memcpy(cluster[now->rank].memory.data() + to, from, static_cast<std::size_t>(bytes));
+    came(cluster[now->rank].barriers.at(barrier), 0, bytes);
+}
+
 static void release_registers() {}
 static void acquire_registers() {}
 
-static u32 load_two_halves(u32 address) {
-    if (address % 2) std::abort();
-    unsigned short found;
-    std::memcpy(&found, cluster[now->rank].memory.data() + address, 2);
+template <class T> static T shared_at(u32 address) {
+    if (address % sizeof(T)) std::abort();
+    T found;
+    std::memcpy(&found, cluster[now->rank].memory.data() + address, sizeof found);
     return found;
+}
+static uint4 load_shared(u32 address) { return shared_at<uint4>(address); }
+static float load_shared_float(u32 address) { return shared_at<float>(address); }
+template <class T> static void store_shared(u32 address, T x) {
+    if (address % sizeof x) std::abort();
+    std::memcpy(cluster[now->rank].memory.data() + address, &x, sizeof x);
+}
+static void fence_shared_writes() {}
+
+static u32 load_two_halves(u32 address) {
+    return shared_at<unsigned short>(address);
 }
 
 // All that a register's part can be, by its bits.

@@ -220,6 +220,15 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         replace(fp8_problem(33, 140, 784), epilogue=(*fp8_problem(33, 140, 784).epilogue, Step("geglu_tanh"))),
         {"bn": 64, "chunks": 2, "pieces": 2, "turns": 2},
     ),
+    "bf16, a norm in front": (replace(build(13, 100, 456, "bf16"), epilogue=(NORM,)), {"bm": 16}),
+    "bf16, a norm in front, more rows than a tile, an epilogue": (
+        replace(build(75, 100, 520, "bf16"), epilogue=(NORM, *STEPS)), {"bm": 64, "bn": 24},
+    ),
+    "bf16, a norm in front, two groups of warps, a cluster, a gate": (
+        replace(build(75, 104, 1096, "bf16"), epilogue=(NORM, Step("swiglu"))),
+        {"bm": 128, "bn": 48, "cluster": 2, "chunks": 2},
+    ),
+    "bf16, a norm in front of one row": (replace(build(1, 70, 456, "bf16"), epilogue=(NORM,)), {"bm": 16, "cluster": 2}),
     "int8, a gate": (
         replace(
             int_problem(33, 92, 272), out_dtype="bfloat16",

@@ -67,6 +67,8 @@ PROBLEMS = {
     "slab gate fp8": replace(
         fp8_problem(150, 2200, 2064), epilogue=(*fp8_problem(150, 2200, 2064).epilogue, Step("swiglu"))
     ),
+    "slab norm": replace(build(40, 1100, 2080, "bf16"), epilogue=(NORM,)),
+    "slab norm, gate": replace(build(100, 2208, 2072, "bf16"), epilogue=(NORM, Step("swiglu"))),
     "mixed int8": replace(
         weight_only_problem(70, 1100, 2064), epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"))
     ),
@@ -122,8 +124,8 @@ def test_every_third_candidate_is_correct(name: str) -> None:
 
 
 @pytest.mark.parametrize("cluster", [1, 2])
-@pytest.mark.parametrize("name", ["slab gate", "slab gate bias", "slab gate fp8"])
-def test_slabs_of_gates_are_correct_and_repeatable_at_every_m(name: str, cluster: int) -> None:
+@pytest.mark.parametrize("name", ["slab gate", "slab gate bias", "slab gate fp8", "slab norm", "slab norm, gate"])
+def test_slabs_with_norms_and_gates_are_correct_and_repeatable_at_every_m(name: str, cluster: int) -> None:
     problem = PROBLEMS[name]
     check_any_m(problem, load_kernel(problem, first_candidate(problem, "slab", "cuda", cluster=cluster)))
 

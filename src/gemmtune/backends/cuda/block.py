@@ -12,6 +12,7 @@ GROUP, GROUP_ROWS = 128, 64  # threads that execute a wgmma, and its rows
 CHUNK_BYTES = 128  # of a row, in the layout that TMA writes for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _SWIZZLE_ALIGNMENT = 1024  # bytes; TMA's swizzle pattern repeats at multiples of it
+_BARRIER_BYTES = 8
 _BARRIER_PAIR_BYTES = 16  # bytes of a pair of barriers
 
 
@@ -28,13 +29,13 @@ def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 
 def mixed_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the registers of a thread that multiplies when the threads that load keep 24; 0 where an equal share per
-    thread suffices.
+    """Return the registers of a thread that multiplies when the threads that load keep ``loader_registers``; 0 where an
+    equal share per thread suffices.
 
     The registers of a block are fixed when it starts, with an equal share for every thread. A thread that requests more
     than are free waits forever.
     """
-    return _raised_registers(config["bn"] // 64, mixed_registers(problem, config))
+    return _raised_registers(problem, config["bn"] // 64, mixed_registers(problem, config))
 
 
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
@@ -66,8 +67,10 @@ def mixed_row_stride(config: dict[str, Any]) -> int:
 
 
 def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the number of warps, as ``mixed_warps`` does for ``mixed``."""
-    return 4 * _slab_groups(config) + (4 if slab_raised_registers(problem, config) else 1)
+    """Return the number of warps: those that multiply, the one that loads, and with a norm three that normalise; or the
+    four that give up registers to the others."""
+    four = problem.norm is not None or slab_raised_registers(problem, config)
+    return 4 * _slab_groups(config) + (4 if four else 1)
 
 
 def _slab_groups(config: dict[str, Any]) -> int:
@@ -85,31 +88,38 @@ def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 def slab_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
     """Return the registers of a thread that multiplies, or 0, as ``mixed_raised_registers`` does."""
-    return _raised_registers(_slab_groups(config), slab_registers(problem, config))
+    return _raised_registers(problem, _slab_groups(config), slab_registers(problem, config))
 
 
 def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
     """Return the bytes of shared memory: stages, a pair of barriers for each, the padding that aligns them to 1 KB, and
-    vectors.
+    vectors; with a norm also each stage's third barrier and elements of the norm's weight, and a sum for each row.
 
     Where blocks share K, the sums that they exchange replace the stages in shared memory and count if they are larger.
     """
-    stages = config["stages"] * _slab_stage(config) + _slab_overread_bytes(config)
+    bytes_ = config["stages"] * _slab_stage(config) + _slab_overread_bytes(config)
     if config["split"] > 1:
-        stages = max(stages, _exchange_bytes(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
-    return int(stages + _BARRIER_PAIR_BYTES * config["stages"] + _slab_fixed_bytes(problem, config))
+        bytes_ = max(bytes_, _exchange_bytes(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
+    return int(bytes_ + _beside_stage_bytes(problem, config) * config["stages"] + _slab_fixed_bytes(problem, config))
 
 
 def slab_stages(problem: Problem, config: dict[str, Any], available: int) -> int:
     """Return how many stages fit ``available`` bytes of shared memory."""
     return (available - _slab_fixed_bytes(problem, config) - _slab_overread_bytes(config)) // (
-        _slab_stage(config) + _BARRIER_PAIR_BYTES
+        _slab_stage(config) + _beside_stage_bytes(problem, config)
     )
+
+
+def _beside_stage_bytes(problem: Problem, config: dict[str, Any]) -> int:
+    """Return the bytes that each stage takes beside its rows of A and B: barriers, and elements of a norm's weight."""
+    norm = _BARRIER_BYTES + CHUNK_BYTES * config["chunks"] if problem.norm is not None else 0
+    return int(_BARRIER_PAIR_BYTES + norm)
 
 
 def _slab_fixed_bytes(problem: Problem, config: dict[str, Any]) -> int:
     vectors = 2 * _slab_groups(config) * 4 * vector_words(problem, GROUP_ROWS, config["bn"])
-    return int(_SWIZZLE_ALIGNMENT + (_BARRIER_PAIR_BYTES if config["split"] > 1 else 0) + vectors)
+    squares = 4 * config["bm"] if problem.norm is not None else 0
+    return int(_SWIZZLE_ALIGNMENT + (_BARRIER_PAIR_BYTES if config["split"] > 1 else 0) + squares + vectors)
 
 
 def _slab_overread_bytes(config: dict[str, Any]) -> int:
@@ -127,10 +137,15 @@ def _exchange_bytes(columns: int, rows: int, split: int) -> int:
     return 4 * 8 * -(-columns // (8 * split)) * split * rows
 
 
-def _raised_registers(groups: int, needed: int) -> int:
+def loader_registers(problem: Problem) -> int:
+    """Return the registers that a thread keeps which loads, or normalises, and gives up others."""
+    return 24 if problem.norm is None else 56
+
+
+def _raised_registers(problem: Problem, groups: int, needed: int) -> int:
     if needed <= equal_registers(4 * groups + 1):
         return 0
-    return min(240, ((groups + 1) * equal_registers(4 * groups + 4) - 24) // groups // 8 * 8)
+    return min(240, ((groups + 1) * equal_registers(4 * groups + 4) - loader_registers(problem)) // groups // 8 * 8)
 
 
 def equal_registers(warps: int) -> int:

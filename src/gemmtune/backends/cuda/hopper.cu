@@ -117,10 +117,17 @@ __device__ __forceinline__ void tma_load_multicast(u32 to, const Map* map, int k
 #endif
 }
 
-// Move registers from the four warps that fetch to those that multiply, if these need more (REGISTERS) than an equal share.
+// Copy ``bytes`` bytes, a multiple of 16, by one warp. Both addresses are multiples of 16.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u32 barrier) {
+    asm volatile(ONCE "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];\n}"
+                 ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
+}
+
+// Move registers from the four warps that do not multiply, which keep LOADER_REGISTERS each, to those that do, if these need
+// more (REGISTERS) than an equal share.
 __device__ __forceinline__ void release_registers() {
 #if REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
 #endif
 }
 __device__ __forceinline__ void acquire_registers() {
@@ -135,6 +142,27 @@ __device__ __forceinline__ u32 load_two_halves(u32 address) {
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(value) : "r"(address) : "memory");
     return value;
 }
+
+__device__ __forceinline__ uint4 load_shared(u32 address) {
+    uint4 v;
+    asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];"
+                 : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address) : "memory");
+    return v;
+}
+__device__ __forceinline__ float load_shared_float(u32 address) {
+    float x;
+    asm volatile("ld.shared.f32 %0, [%1];" : "=f"(x) : "r"(address) : "memory");
+    return x;
+}
+__device__ __forceinline__ void store_shared(u32 address, uint4 v) {
+    asm volatile("st.shared.v4.u32 [%0], {%1, %2, %3, %4};" ::"r"(address), "r"(v.x), "r"(v.y), "r"(v.z), "r"(v.w) : "memory");
+}
+__device__ __forceinline__ void store_shared(u32 address, float x) {
+    asm volatile("st.shared.f32 [%0], %1;" ::"r"(address), "f"(x) : "memory");
+}
+
+// Make this thread's writes to shared memory visible to wgmma.
+__device__ __forceinline__ void fence_shared_writes() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Synchronise THREADS threads of the block, those of one group.
 template <int THREADS> __device__ __forceinline__ void sync_threads_of(int group = 0) {

@@ -14,10 +14,13 @@
 // mbarriers ``full`` count bytes that have arrived; ``empty`` count warps, of all blocks that receive a stage, that have
 // finished with it.
 //
+// A norm in front (NORM): three warps multiply each stage's rows of A by the norm's weight, in shared memory, and sum the
+// squares of the rows; ``ready`` counts these warps. A row's factor is applied to its sums at the end.
+//
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
-// divided into PIECES, TURNS of them in flight), GATED (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a cluster), WARPS,
-// REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
+// divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a
+// cluster), WARPS, REGISTERS and LOADER_REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
 // rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It also writes the
 // epilogue and the loads of its vectors.
 
@@ -34,7 +37,24 @@ constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS
 // wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
 constexpr int ROW_PADDING = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
 constexpr int ALL_STAGES_BYTES = STAGES * STAGE_BYTES + ROW_PADDING;
+constexpr int NORMALIZERS = NORM ? 3 : 0;          // warps that normalise A
+constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;  // of the norm's weight, in a stage
 constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
+
+#if NORM
+// Multiply eight elements of A, at ``address`` in shared memory, by ``weights``, and return the sum of their squares.
+__device__ __forceinline__ float normalize(u32 address, uint4 weights) {
+    const uint4 a = load_shared(address);
+    float squares = 0;
+    auto scale = [&](u32 pair, u32 weights) {
+        const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
+        squares += low * low + high * high;
+        return multiply_halves(pair, weights);
+    };
+    store_shared(address, uint4{scale(a.x, weights.x), scale(a.y, weights.y), scale(a.z, weights.z), scale(a.w, weights.w)});
+    return squares;
+}
+#endif
 
 // Multiply one chunk of A and B (given by ``rows_from``) into ``d``; add to ``d`` if ``add``.
 template <int N> __device__ __forceinline__ void multiply_chunk(sum_t (&d)[N], u32 a, u32 b, int add) {
@@ -51,14 +71,17 @@ __cluster_dims__(CLUSTER, 1, 1)
 __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     DYNAMIC(memory);
     const int warp = warp_index(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
-    const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, weights = stages + BUFFER_BYTES;
+    const u32 full = weights + STAGES * WEIGHTS_BYTES, empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
+    const u32 row_squares = ready + (NORM ? 8 * STAGES : 0);
+    const u32 vectors = row_squares + (NORM ? 4 * BM : 0) + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         prefetch_map(&a_desc);
         prefetch_map(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + 8 * s, 1);
             init_barrier(empty + 8 * s, SHARE * CONSUMERS);
+            if (NORM) init_barrier(ready + 8 * s, NORMALIZERS);
         }
 #if SPLIT > 1
         init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
@@ -79,6 +102,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     // If M is less than a tile's rows, TMA's box has M of them (host: TmaKernel.clips_boxes), and blocks without rows send none.
     const int a_rows = min(A_ROWS, M), senders = min(SHARE, (M + A_ROWS - 1) / A_ROWS);
     const int stage_bytes = CHUNKS * (senders * a_rows * 128 + B_BYTES);
+    auto weights_bytes = [&](int step) { return min(WEIGHTS_BYTES, (K - step * CHUNKS * ELEMENTS) * WIDTH); };
     // Blocks of other rows read the same part of B. If they do not start together the kernel takes up to a fifth longer
     // (docs/notes/cuda.md).
     const bool together = !STEPWISE && tiles_m > 1;
@@ -93,7 +117,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             int early_stages = 0;  // stages whose part of B was loaded early
             auto fetch_b = [&](int step, int slot, int n0) {
                 const u32 stage = stages + slot * STAGE_BYTES, done = full + 8 * slot;
-                expect_bytes_once(done, stage_bytes);
+                expect_bytes_once(done, stage_bytes + weights_bytes(step));
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk) {
                     const u32 into = stage + CHUNKS * A_BYTES + chunk * B_BYTES;
@@ -118,6 +142,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                         wait_barrier(empty + 8 * at, turn ^ 1);
                         fetch_b(step, at, n0);
                     }
+#if NORM
+                    bulk_load(weights + at * WEIGHTS_BYTES, t0 + step * CHUNKS * ELEMENTS, weights_bytes(step), done);
+#endif
                     if (rank >= senders) continue;
 #pragma unroll
                     for (int chunk = 0; chunk < CHUNKS; ++chunk)
@@ -126,6 +153,44 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 }
             }
         }
+#if NORM
+        else {
+            constexpr int VISITS = (BM / 4 + NORMALIZERS - 1) / NORMALIZERS;  // a warp visits four rows at a time
+            const int segment = lane % 8, first_row = 4 * (warp - CONSUMERS - 1) + lane / 8, rows = min(BM, M);
+            for (int tile = first; tile < tiles; tile += stride) {
+                float squares[VISITS] = {};
+                for (int step = from; step < to; ++step, next()) {
+                    wait_barrier(full + 8 * at, turn);
+#pragma unroll
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
+                        // Beyond K, TMA has written zeros to A, and the weights are undefined.
+                        if ((step * CHUNKS + chunk) * ELEMENTS + segment * (ELEMENTS / 8) >= K) continue;
+                        const uint4 factors = load_shared(weights + at * WEIGHTS_BYTES + chunk * 128 + segment * 16);
+                        const u32 a = stages + at * STAGE_BYTES + chunk * A_BYTES;
+#pragma unroll
+                        for (int i = 0; i < VISITS; ++i) {
+                            const int y = first_row + 4 * NORMALIZERS * i;
+                            if (y < rows) squares[i] += normalize(a + y * 128 + (segment ^ y % 8) * 16, factors);
+                        }
+                    }
+                    if (step == to - 1) {
+#pragma unroll
+                        for (int i = 0; i < VISITS; ++i) {
+#pragma unroll
+                            for (int bit = 1; bit < 8; bit *= 2)
+                                squares[i] += __uint_as_float(shuffle_xor(__float_as_uint(squares[i]), bit));
+                            const int y = first_row + 4 * NORMALIZERS * i;
+                            // The previous tile's squares have been read: a tile has more steps than there are stages.
+                            if (y < rows && segment == 0) store_shared(row_squares + 4 * y, squares[i]);
+                        }
+                    }
+                    fence_shared_writes();
+                    __syncwarp();
+                    if (lane == 0) arrive(ready + 8 * at);
+                }
+            }
+        }
+#endif
 #if SPLIT > 1
         wait_cluster();
 #endif
@@ -177,6 +242,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 wait_barrier(full + 8 * at, turn);
+                if (NORM) wait_barrier(ready + 8 * at, turn);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     multiply_chunk(sums, a + chunk * A_BYTES / 16, b + chunk * B_BYTES / 16, 1);
@@ -195,11 +261,19 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             // KEPT
             sync_threads_of<128>(group);
 #endif
+#if NORM
+            auto row_factor = [&](int y) { return rsqrtf(load_shared_float(row_squares + 4 * min(y, BM - 1)) / K + EPS); };
+#endif
             auto finish = [&](int m, int n, int y, int x, sum_t sum) {
                 // EPILOGUE
             };
             // wgmma's fragments: four lanes have two rows, 8 apart, and each lane a pair of every 8 columns.
             const int row = warp % 4 * 16 + lane / 4, own = lane % 4;
+#if NORM
+            const float factors[2] = {row_factor(64 * group + row), row_factor(64 * group + row + 8)};
+#pragma unroll
+            for (int i = 0; i < SUMS; ++i) sums[i] *= factors[i / 2 % 2];
+#endif
             // Return the result of column x of the slab from its sum; GATED: and from that of the right half.
             auto result_of = [&](int m, int y, int x, const sum_t* sum) {
                 const int n = min(n0 + x, end_n - 1);

@@ -17,6 +17,7 @@ from .block import (
     GROUP_ROWS,
     MIXED_STEP,
     equal_registers,
+    loader_registers,
     mixed_raised_registers,
     mixed_row_stride,
     mixed_shared,
@@ -164,6 +165,9 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "BN": config["bn"],
         "SPLIT": config["split"],
         "GATED": int(problem.gate is not None),
+        "NORM": int(problem.norm is not None),
+        "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
+        "LOADER_REGISTERS": loader_registers(problem),
         "FAST_MATH": int(problem.out_dtype in HALVES),
         "WIDTH": bits(problem.a.dtype) // 8,
         "HALF": int(problem.a.dtype == "float16"),
@@ -189,8 +193,6 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "GROUP": group,
         "ZERO": int(problem.b.quant is not None and problem.b.quant.zero_point),
         "BATCHED": int(problem.family == "bmm"),
-        "NORM": int(problem.norm is not None),
-        "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
     }
 
 

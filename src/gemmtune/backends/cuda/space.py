@@ -247,8 +247,6 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return "wgmma is compute capability 9.0's alone"
     if problem.family not in ("mm", "int_mm", "scaled_mm"):
         return f"multiplies matrices of one kind of element; got {problem.family}"
-    if problem.norm is not None:
-        return "computes no norm in front of the product"
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
     return ""
@@ -262,7 +260,8 @@ def _slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, 
     fp8_choices = one_or_two if stepwise else (1,)
     few_rows = problem.m <= 64
     rows = (8 * -(-problem.m // 8),) if few_rows else (64, 128)
-    splits, widths = ((1,), _WIDTHS[::2]) if problem.gate is not None else ((1, 2, 3, 4, 6, 8), _WIDTHS)
+    splits = (1,) if problem.gate is not None or problem.norm is not None else (1, 2, 3, 4, 6, 8)
+    widths = _WIDTHS[::2] if problem.gate is not None else _WIDTHS
     for bm, split in itertools.product(rows, splits):
         blocks = -(-problem.m // bm) * split
         fitting_widths = {
@@ -286,19 +285,27 @@ def _slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, 
                     "split": split,
                 }
                 config |= {"pieces": pieces, "turns": turns}
-                yield {**config, "stages": min(_MAX_STAGES, slab_stages(problem, config, device.shared))}
+                stages = min(_MAX_STAGES, slab_stages(problem, config, device.shared))
+                if problem.norm is not None:  # a tile's squares are read before the last stage of the next one arrives
+                    stages = min(stages, _slab_steps(problem, config) - 1)
+                yield {**config, "stages": stages}
+
+
+def _slab_steps(problem: Problem, config: dict[str, Any]) -> int:
+    """Return the number of steps through K, one stage each."""
+    return -(-problem.k * bits(problem.a.dtype) // (8 * CHUNK_BYTES * int(config["chunks"])))
 
 
 def _why_slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
     if config["stages"] < _MIN_STAGES:
-        return f"shared memory has room for {config['stages']} stages; at least {_MIN_STAGES} hide the latency"
+        return f"shared memory and K have room for {config['stages']} stages; at least {_MIN_STAGES} hide the latency"
     if config["chunks"] > 1 and problem.k * bits(problem.a.dtype) <= 8 * CHUNK_BYTES:
         return "K ends in the first 128 bytes"
     if config["bm"] % (8 * config["cluster"]):
         return f"eight rows are swizzled together; {config['cluster']} blocks cannot share {config['bm']}"
     if config["cluster"] > -(-problem.n // config["bn"]):
         return "there are fewer slabs than blocks in a cluster"
-    split, steps = config["split"], -(-problem.k * bits(problem.a.dtype) // (8 * CHUNK_BYTES * config["chunks"]))
+    split, steps = config["split"], _slab_steps(problem, config)
     if split > 1 and steps < 2 * split:
         return f"K is {steps} steps: too few to be shared by {split} blocks"
     if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
@@ -308,6 +315,8 @@ def _why_slab_illegal(problem: Problem, device: DeviceLimits, config: dict[str, 
         return f"wgmma multiplies by multiples of 8 columns; {config['bn']} are in {pieces} pieces"
     if problem.gate is not None and (config["bn"] % 16 or split > 1):
         return "a block multiplies a gate by its factor: it has multiples of 8 columns of either, and all of K"
+    if problem.norm is not None and (split > 1 or steps <= config["stages"]):
+        return "a block sums the squares of whole rows, and its stages must be fewer than its steps through K"
     if turns > config["chunks"] * pieces:
         return f"a step has no {turns} products for as many turns"
     needed = slab_registers(problem, config)
