@@ -29,13 +29,13 @@ def mixed_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 
 def mixed_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the registers of a thread that multiplies when the threads that load keep ``loader_registers``; 0 where an
-    equal share per thread suffices.
+    """Return the registers of a thread that multiplies when the threads that load keep 24; 0 where an equal share per
+    thread suffices.
 
     The registers of a block are fixed when it starts, with an equal share for every thread. A thread that requests more
     than are free waits forever.
     """
-    return _raised_registers(problem, config["bn"] // 64, mixed_registers(problem, config))
+    return _raised_registers(config["bn"] // 64, mixed_registers(problem, config))
 
 
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
@@ -88,7 +88,7 @@ def slab_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 def slab_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
     """Return the registers of a thread that multiplies, or 0, as ``mixed_raised_registers`` does."""
-    return _raised_registers(problem, _slab_groups(config), slab_registers(problem, config))
+    return _raised_registers(_slab_groups(config), slab_registers(problem, config))
 
 
 def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
@@ -137,15 +137,10 @@ def _exchange_bytes(columns: int, rows: int, split: int) -> int:
     return 4 * 8 * -(-columns // (8 * split)) * split * rows
 
 
-def loader_registers(problem: Problem) -> int:
-    """Return the registers that a thread keeps which loads, or normalises, and gives up others."""
-    return 24 if problem.norm is None else 56
-
-
-def _raised_registers(problem: Problem, groups: int, needed: int) -> int:
+def _raised_registers(groups: int, needed: int) -> int:
     if needed <= equal_registers(4 * groups + 1):
         return 0
-    return min(240, ((groups + 1) * equal_registers(4 * groups + 4) - loader_registers(problem)) // groups // 8 * 8)
+    return min(240, ((groups + 1) * equal_registers(4 * groups + 4) - 24) // groups // 8 * 8)
 
 
 def equal_registers(warps: int) -> int:

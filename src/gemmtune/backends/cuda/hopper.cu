@@ -123,11 +123,10 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, int bytes, u
                  ::"r"(to), "l"(from), "r"(bytes), "r"(barrier) : "memory");
 }
 
-// Move registers from the four warps that do not multiply, which keep LOADER_REGISTERS each, to those that do, if these need
-// more (REGISTERS) than an equal share.
+// Move registers from the four warps that fetch to those that multiply, if these need more (REGISTERS) than an equal share.
 __device__ __forceinline__ void release_registers() {
 #if REGISTERS
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(LOADER_REGISTERS));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 24;");
 #endif
 }
 __device__ __forceinline__ void acquire_registers() {

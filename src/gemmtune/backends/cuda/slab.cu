@@ -20,7 +20,7 @@
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
 // divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a
-// cluster), WARPS, REGISTERS and LOADER_REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
+// cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
 // rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It also writes the
 // epilogue and the loads of its vectors.
 
@@ -42,17 +42,16 @@ constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;  // of the norm's weight,
 constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
 
 #if NORM
-// Multiply eight elements of A, at ``address`` in shared memory, by ``weights``, and return the sum of their squares.
-__device__ __forceinline__ float normalize(u32 address, uint4 weights) {
-    const uint4 a = load_shared(address);
-    float squares = 0;
+static_assert(!REGISTERS, "the warps that normalise need more registers than they would keep");
+
+// Multiply eight elements of A by weights, and add their squares to ``squares``.
+__device__ __forceinline__ uint4 normalize(const uint4& a, const uint4& weights, float& squares) {
     auto scale = [&](u32 pair, u32 weights) {
         const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
         squares += low * low + high * high;
         return multiply_halves(pair, weights);
     };
-    store_shared(address, uint4{scale(a.x, weights.x), scale(a.y, weights.y), scale(a.z, weights.z), scale(a.w, weights.w)});
-    return squares;
+    return {scale(a.x, weights.x), scale(a.y, weights.y), scale(a.z, weights.z), scale(a.w, weights.w)};
 }
 #endif
 
@@ -155,23 +154,39 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         }
 #if NORM
         else {
-            constexpr int VISITS = (BM / 4 + NORMALIZERS - 1) / NORMALIZERS;  // a warp visits four rows at a time
+            // A warp visits four rows of a chunk at a time. It loads the elements of several visits before it uses them.
+            constexpr int VISITS = (BM / 4 + NORMALIZERS - 1) / NORMALIZERS, AT_ONCE = 4;
+            constexpr u32 NONE = 0xffffffffu;
             const int segment = lane % 8, first_row = 4 * (warp - CONSUMERS - 1) + lane / 8, rows = min(BM, M);
             for (int tile = first; tile < tiles; tile += stride) {
                 float squares[VISITS] = {};
                 for (int step = from; step < to; ++step, next()) {
+                    const u32 a = stages + at * STAGE_BYTES, factors = weights + at * WEIGHTS_BYTES + segment * 16;
                     wait_barrier(full + 8 * at, turn);
+                    // Return where a visit's elements are; NONE where there are none: beyond K, TMA has written zeros to A, and the
+                    // weights are undefined.
+                    auto elements_of = [&](int chunk, int y) -> u32 {
+                        const int k = (step * CHUNKS + chunk) * ELEMENTS + segment * (ELEMENTS / 8);
+                        const bool any = chunk < CHUNKS && y < rows && k < K;
+                        return any ? a + chunk * A_BYTES + y * 128 + (segment ^ y % 8) * 16 : NONE;
+                    };
 #pragma unroll
-                    for (int chunk = 0; chunk < CHUNKS; ++chunk) {
-                        // Beyond K, TMA has written zeros to A, and the weights are undefined.
-                        if ((step * CHUNKS + chunk) * ELEMENTS + segment * (ELEMENTS / 8) >= K) continue;
-                        const uint4 factors = load_shared(weights + at * WEIGHTS_BYTES + chunk * 128 + segment * 16);
-                        const u32 a = stages + at * STAGE_BYTES + chunk * A_BYTES;
+                    for (int start = 0; start < CHUNKS * VISITS; start += AT_ONCE) {
+                        uint4 elements[AT_ONCE], scales[AT_ONCE];
+                        u32 addresses[AT_ONCE];
 #pragma unroll
-                        for (int i = 0; i < VISITS; ++i) {
-                            const int y = first_row + 4 * NORMALIZERS * i;
-                            if (y < rows) squares[i] += normalize(a + y * 128 + (segment ^ y % 8) * 16, factors);
+                        for (int i = 0; i < AT_ONCE; ++i) {
+                            const int chunk = (start + i) / VISITS, visit = (start + i) % VISITS;
+                            addresses[i] = elements_of(chunk, first_row + 4 * NORMALIZERS * visit);
+                            if (addresses[i] == NONE) continue;
+                            elements[i] = load_shared(addresses[i]);
+                            scales[i] = load_shared(factors + chunk * 128);
                         }
+#pragma unroll
+                        for (int i = 0; i < AT_ONCE; ++i)
+                            if (addresses[i] != NONE)
+                                store_shared(addresses[i],
+                                             normalize(elements[i], scales[i], squares[(start + i) % VISITS]));
                     }
                     if (step == to - 1) {
 #pragma unroll
