@@ -7,6 +7,7 @@ import hashlib
 import random
 import shutil
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -221,12 +222,12 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         {"bn": 64, "chunks": 2, "pieces": 2, "turns": 2},
     ),
     "bf16, a norm in front": (replace(build(13, 100, 456, "bf16"), epilogue=(NORM,)), {"bm": 16}),
-    "bf16, a norm in front, more rows than a tile, an epilogue": (
-        replace(build(75, 100, 520, "bf16"), epilogue=(NORM, *STEPS)), {"bm": 64, "bn": 24},
+    "bf16, a norm in front, an epilogue": (
+        replace(build(32, 100, 1096, "bf16"), epilogue=(NORM, *STEPS)), {"bm": 32, "bn": 24, "chunks": 4},
     ),
-    "bf16, a norm in front, two groups of warps, a cluster, a gate": (
-        replace(build(75, 104, 1096, "bf16"), epilogue=(NORM, Step("swiglu"))),
-        {"bm": 128, "bn": 48, "cluster": 2, "chunks": 2},
+    "bf16, a norm in front, a cluster, a gate": (
+        replace(build(21, 104, 1096, "bf16"), epilogue=(NORM, Step("swiglu"))),
+        {"bm": 32, "bn": 48, "cluster": 2, "chunks": 2},
     ),
     "bf16, a norm in front of one row": (replace(build(1, 70, 456, "bf16"), epilogue=(NORM,)), {"bm": 16, "cluster": 2}),
     "int8, a gate": (
@@ -305,9 +306,15 @@ def test_random_problems_match_the_oracle(emulator: Emulator, family: str) -> No
 
 @needs_cxx
 def test_kernels_serve_more_rows_than_their_m(emulator: Emulator) -> None:
-    for make_kernel, tuned_m, m in ((emulator.skinny, 8, 21), (emulator.slab, 60, 130), (emulator.mixed, 16, 40)):
-        mixed = make_kernel == emulator.mixed
-        kernel = make_kernel(weight_only_problem(tuned_m, 37, 256) if mixed else build(tuned_m, 37, 128, "bf16"))
+    normed = replace(build(16, 37, 392, "bf16"), epilogue=(NORM,))
+    cases: tuple[tuple[Callable[..., GpuKernel], Problem, dict[str, int], int], ...] = (
+        (emulator.skinny, build(8, 37, 128, "bf16"), {}, 21),
+        (emulator.slab, build(60, 37, 128, "bf16"), {}, 130),
+        (emulator.slab, normed, {"bm": 16}, 39),
+        (emulator.mixed, weight_only_problem(16, 37, 256), {}, 40),
+    )
+    for make_kernel, tuned, config, m in cases:
+        kernel = make_kernel(tuned, **config)
         problem = kernel.problem.with_m(m)
 
         def run(inputs: Inputs, out: torch.Tensor, kernel: GpuKernel = kernel) -> None:

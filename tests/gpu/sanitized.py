@@ -63,7 +63,7 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield fp8_problem(20, 1096, 2064), "cuda/slab", {"split": 3}
     yield fp8_problem(150, 1096, 2064), "cuda/slab", {"bm": 128, "pieces": 2, "turns": 2}
     yield fp8_problem(150, 1096, 2064), "cuda/slab", {"bm": 128, "bn": 256, "split": 1}
-    yield replace(build(70, 1096, 2064, "bf16"), epilogue=(norm, Step("swiglu"))), "cuda/slab", {"cluster": 2}
+    yield replace(build(25, 1096, 2064, "bf16"), epilogue=(norm, Step("swiglu"))), "cuda/slab", {"cluster": 2}
     yield replace(build(5, 1096, 2064, "bf16"), epilogue=(norm,)), "cuda/slab", {"bm": 8}
     yield weight_only_problem(70, 1096, 2064), "cuda/mixed", {"split": 2}
     yield weight_only_problem(200, 1096, 1040), "cuda/mixed", {"bm": 200, "bn": 128}

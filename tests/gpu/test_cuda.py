@@ -67,8 +67,8 @@ PROBLEMS = {
     "slab gate fp8": replace(
         fp8_problem(150, 2200, 2064), epilogue=(*fp8_problem(150, 2200, 2064).epilogue, Step("swiglu"))
     ),
-    "slab norm": replace(build(40, 1100, 2080, "bf16"), epilogue=(NORM,)),
-    "slab norm, gate": replace(build(100, 2208, 2072, "bf16"), epilogue=(NORM, Step("swiglu"))),
+    "slab norm": replace(build(30, 1100, 2080, "bf16"), epilogue=(NORM,)),
+    "slab norm, gate": replace(build(16, 2208, 2072, "bf16"), epilogue=(NORM, Step("swiglu"))),
     "mixed int8": replace(
         weight_only_problem(70, 1100, 2064), epilogue=(Step("bias", "col", "bfloat16"), Step("mul", "full", "bfloat16"))
     ),

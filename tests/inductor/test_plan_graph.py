@@ -53,7 +53,10 @@ def kinds(problems: Problems | Iterable[tuple[Problem, int]]) -> set[tuple[int, 
     return {(problem.n, tuple(step.kind for step in problem.epilogue)) for problem in listed}
 
 
-EVERY = {(48, ()), (96, ()), (96, GATES), (64, ()), (64, RESIDUAL)}
+NORMED_PAIR = {(48, ()), (96, ()), (96, GATES), (96, ("rms_norm",)), (96, ("swiglu",))}
+LESS_WIDE = NORMED_PAIR - {(96, GATES)}
+SLOW: dict[tuple[str, ...], float] = {(): 5.0, ("rms_norm",): 5.0, ("swiglu",): 5.0}
+EVERY = NORMED_PAIR | {(64, ()), (64, RESIDUAL)}
 
 
 @pytest.fixture
@@ -96,9 +99,9 @@ def test_other_forms_of_a_product_are_not_tuned_where_the_widest_is_fast_enough(
 @pytest.mark.parametrize(
     ("times", "others"),
     [
-        ({GATES: 2.1, RESIDUAL: 0.9}, {(48, ()), (96, ()), (96, GATES)}),
+        ({GATES: 2.1, RESIDUAL: 0.9}, NORMED_PAIR),
         ({GATES: 1.9, RESIDUAL: 1.1}, {(64, ()), (64, RESIDUAL)}),
-        ({RESIDUAL: 0.9}, {(48, ()), (96, ()), (96, GATES)}),
+        ({RESIDUAL: 0.9}, NORMED_PAIR),
         ({}, EVERY),
     ],
 )
@@ -134,15 +137,15 @@ def tune_in_rounds(monkeypatch: pytest.MonkeyPatch, *times: dict[tuple[str, ...]
 def test_worker_that_tuned_the_widest_forms_tunes_the_others(
     decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    rounds = tune_in_rounds(monkeypatch, {GATES: 2.1, RESIDUAL: 0.9}, {(): 5.0}, decided=decided)
-    assert rounds == [{(96, GATES), (64, RESIDUAL)}, {(48, ()), (96, ())}]
+    rounds = tune_in_rounds(monkeypatch, {GATES: 2.1, RESIDUAL: 0.9}, SLOW, decided=decided)
+    assert rounds == [{(96, GATES), (64, RESIDUAL)}, LESS_WIDE]
 
 
 def test_later_process_tunes_only_what_an_earlier_one_left(
     decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decided |= {GATES: 2.1, RESIDUAL: 0.9}
-    assert tune_in_rounds(monkeypatch, {(): 5.0}, decided=decided) == [{(48, ()), (96, ())}]
+    assert tune_in_rounds(monkeypatch, SLOW, decided=decided) == [LESS_WIDE]
     assert tune_in_rounds(monkeypatch, decided=decided) == []
 
 

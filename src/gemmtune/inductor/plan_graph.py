@@ -120,12 +120,8 @@ class GraphPlan:
         """Yield all forms that may be tuned."""
         lengths = ((product, self._lengths[id(product)]) for product in self.products)
         stored = self._ends | {product.end(length) for product, length in lengths if length is not None}
-        widest: dict[frozenset[int], WideForm] = {}  # the others of the same products are not worth their tuning
-        for form in self._wide:
-            ids = frozenset(map(id, form.products))
-            if form.has_rows_in(stored) and (ids not in widest or form.extent > widest[ids].extent):
-                widest[ids] = form
-        gates = {id(form.products[0]) for form in widest.values() if form.gate is not None}
+        wide = [form for form in self._wide if form.has_rows_in(stored)]
+        gates = {id(form.products[0]) for form in wide if form.gate is not None}
         for product in self.products:
             yield _Candidate((product,), product.problem(product.fixed), _PLAIN)
             length = None if id(product) in gates else self._lengths[id(product)]
@@ -133,7 +129,7 @@ class GraphPlan:
                 yield _Candidate((product,), product.problem(length), _FUSED)
         for group in self.groups:
             yield _Candidate(group, merged_call(group).problem, _MERGED)
-        for form in widest.values():
+        for form in wide:
             yield _Candidate(form.products, form.call.problem, _MERGED + form.extent)
 
     def _fused_length(self, product: Product) -> int | None:

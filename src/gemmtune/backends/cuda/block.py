@@ -67,10 +67,10 @@ def mixed_row_stride(config: dict[str, Any]) -> int:
 
 
 def slab_warps(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the number of warps: those that multiply, the one that loads, and with a norm three that normalise; or the
-    four that give up registers to the others."""
-    four = problem.norm is not None or slab_raised_registers(problem, config)
-    return 4 * _slab_groups(config) + (4 if four else 1)
+    """Return the number of warps: those that multiply, and the one that loads, or the four that give up registers to
+    the others; with a norm also those that normalise, one for each four rows."""
+    loaders = 4 if slab_raised_registers(problem, config) else 1
+    return int(4 * _slab_groups(config) + loaders + (config["bm"] // 4 if problem.norm is not None else 0))
 
 
 def _slab_groups(config: dict[str, Any]) -> int:

@@ -14,8 +14,8 @@
 // mbarriers ``full`` count bytes that have arrived; ``empty`` count warps, of all blocks that receive a stage, that have
 // finished with it.
 //
-// A norm in front (NORM): three warps multiply each stage's rows of A by the norm's weight, in shared memory, and sum the
-// squares of the rows; ``ready`` counts these warps. A row's factor is applied to its sums at the end.
+// A norm in front (NORM): further warps, one for each four rows, multiply a stage's A by the norm's weight, in shared memory,
+// and sum the squares of the rows; ``ready`` counts these warps. A row's factor is applied to its sums at the end.
 //
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
@@ -37,7 +37,7 @@ constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS
 // wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
 constexpr int ROW_PADDING = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
 constexpr int ALL_STAGES_BYTES = STAGES * STAGE_BYTES + ROW_PADDING;
-constexpr int NORMALIZERS = NORM ? 3 : 0;          // warps that normalise A
+constexpr int NORMALIZERS = NORM ? BM / 4 : 0;  // warps that normalise A
 constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;  // of the norm's weight, in a stage
 constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
 
@@ -154,50 +154,36 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         }
 #if NORM
         else {
-            // A warp visits four rows of a chunk at a time. It loads the elements of several visits before it uses them.
-            constexpr int VISITS = (BM / 4 + NORMALIZERS - 1) / NORMALIZERS, AT_ONCE = 4;
-            constexpr u32 NONE = 0xffffffffu;
-            const int segment = lane % 8, first_row = 4 * (warp - CONSUMERS - 1) + lane / 8, rows = min(BM, M);
+            const int segment = lane % 8, y = 4 * (warp - CONSUMERS - 1) + lane / 8;
             for (int tile = first; tile < tiles; tile += stride) {
-                float squares[VISITS] = {};
+                float squares[CHUNKS] = {};
                 for (int step = from; step < to; ++step, next()) {
-                    const u32 a = stages + at * STAGE_BYTES, factors = weights + at * WEIGHTS_BYTES + segment * 16;
-                    wait_barrier(full + 8 * at, turn);
-                    // Return where a visit's elements are; NONE where there are none: beyond K, TMA has written zeros to A, and the
-                    // weights are undefined.
-                    auto elements_of = [&](int chunk, int y) -> u32 {
-                        const int k = (step * CHUNKS + chunk) * ELEMENTS + segment * (ELEMENTS / 8);
-                        const bool any = chunk < CHUNKS && y < rows && k < K;
-                        return any ? a + chunk * A_BYTES + y * 128 + (segment ^ y % 8) * 16 : NONE;
+                    const u32 a = stages + at * STAGE_BYTES + y * 128 + (segment ^ y % 8) * 16;
+                    const u32 factors = weights + at * WEIGHTS_BYTES + segment * 16;
+                    // Beyond K, TMA has written zeros to A, and the weights are undefined.
+                    auto in_range = [&](int chunk) {
+                        return y < M && (step * CHUNKS + chunk) * ELEMENTS + segment * (ELEMENTS / 8) < K;
                     };
+                    uint4 elements[CHUNKS], scales[CHUNKS];
+                    wait_barrier(full + 8 * at, turn);
 #pragma unroll
-                    for (int start = 0; start < CHUNKS * VISITS; start += AT_ONCE) {
-                        uint4 elements[AT_ONCE], scales[AT_ONCE];
-                        u32 addresses[AT_ONCE];
-#pragma unroll
-                        for (int i = 0; i < AT_ONCE; ++i) {
-                            const int chunk = (start + i) / VISITS, visit = (start + i) % VISITS;
-                            addresses[i] = elements_of(chunk, first_row + 4 * NORMALIZERS * visit);
-                            if (addresses[i] == NONE) continue;
-                            elements[i] = load_shared(addresses[i]);
-                            scales[i] = load_shared(factors + chunk * 128);
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                        if (in_range(chunk)) {
+                            elements[chunk] = load_shared(a + chunk * A_BYTES);
+                            scales[chunk] = load_shared(factors + chunk * 128);
                         }
 #pragma unroll
-                        for (int i = 0; i < AT_ONCE; ++i)
-                            if (addresses[i] != NONE)
-                                store_shared(addresses[i],
-                                             normalize(elements[i], scales[i], squares[(start + i) % VISITS]));
-                    }
+                    for (int chunk = 0; chunk < CHUNKS; ++chunk)
+                        if (in_range(chunk))
+                            store_shared(a + chunk * A_BYTES, normalize(elements[chunk], scales[chunk], squares[chunk]));
                     if (step == to - 1) {
+                        float sum = squares[0];
 #pragma unroll
-                        for (int i = 0; i < VISITS; ++i) {
+                        for (int chunk = 1; chunk < CHUNKS; ++chunk) sum += squares[chunk];
 #pragma unroll
-                            for (int bit = 1; bit < 8; bit *= 2)
-                                squares[i] += __uint_as_float(shuffle_xor(__float_as_uint(squares[i]), bit));
-                            const int y = first_row + 4 * NORMALIZERS * i;
-                            // The previous tile's squares have been read: a tile has more steps than there are stages.
-                            if (y < rows && segment == 0) store_shared(row_squares + 4 * y, squares[i]);
-                        }
+                        for (int bit = 1; bit < 8; bit *= 2) sum += __uint_as_float(shuffle_xor(__float_as_uint(sum), bit));
+                        // The previous tile's squares have been read: a tile has more steps than there are stages.
+                        if (segment == 0) store_shared(row_squares + 4 * y, sum);
                     }
                     fence_shared_writes();
                     __syncwarp();

@@ -57,6 +57,7 @@ _TemplateSpace = tuple[
 _MAX_SKINNY_ROWS = 32
 _MAX_SLAB_ROWS = 8192
 _MIXED_MIN_ROWS = 17
+_MAX_NORMED_ROWS = 32
 # One of Triton's templates converts int8 weights as a whole, which is faster for many rows; none converts int4 weights.
 _MIXED_MAX_ROWS = {"int8": 1024, "int4": _MAX_SLAB_ROWS}
 _MIXED_FITTED_ROWS = 1024  # beyond, no tile divides the rows better than another
@@ -249,6 +250,8 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return f"multiplies matrices of one kind of element; got {problem.family}"
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
+    if problem.norm is not None and problem.m > _MAX_NORMED_ROWS:
+        return f"normalises at most {_MAX_NORMED_ROWS} rows: every block does so, and for more a kernel before it is faster"
     return ""
 
 
