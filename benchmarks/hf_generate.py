@@ -5,8 +5,10 @@
 
 Each model generates greedily with a static cache. Its ``forward`` is compiled; ``generate`` is transformers' own. The
 tokens must be those of the eager model: in fp32 all of them; in bf16 a fused form rounds less often, and a token may
-differ where two logits are closer than a rounding, after which the texts go apart. So the benchmark also counts equal
-tokens up to the first difference. ``--emulate`` keeps the roundings of eager PyTorch under both compilers
+differ where two logits are closer than a rounding, after which the texts go apart. So the benchmark counts equal tokens
+up to the first difference, and in bf16 the tokens that eager PyTorch's roundings allow: those whose logit, of a float32
+copy of the model that reads the same text, is below the largest one by at most twice the largest error of eager
+PyTorch's logits of that text. ``--emulate`` keeps the roundings of eager PyTorch under both compilers
 (``emulate_precision_casts``). It needs transformers.
 """
 
@@ -60,6 +62,15 @@ def generate(model: Any, prompt: Tensor, tokens: int) -> Tensor:
     return result[:, prompt.shape[1] :]
 
 
+def count_allowed(eager: Any, exact: Any, prompt: Tensor, tokens: Tensor) -> int:
+    """Return how many of the generated tokens [1, n] the roundings of ``eager`` allow. exact: its float32 copy."""
+    text = torch.cat([prompt, tokens], dim=1)
+    first = prompt.shape[1] - 1
+    logits, rounded = (model(text).logits[0, first:-1].float() for model in (exact, eager))
+    missing = logits.amax(-1) - logits.gather(-1, tokens[0, :, None])[:, 0]
+    return int((missing <= 2 * (logits - rounded).abs().amax()).sum())
+
+
 def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
     """Generate with both models and return the row."""
     torch._dynamo.reset()
@@ -89,6 +100,7 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
             if options.device == "cuda":
                 torch.cuda.synchronize()
             times[each].append((time.perf_counter() - start) / options.tokens)
+    exact = copy.deepcopy(eager).float() if dtype != torch.float32 else eager
     row: dict[str, Any] = {"model": name, "seconds_a_token": times, "equal_tokens": {}}
     for each in models:
         if each == "eager":
@@ -97,8 +109,12 @@ def measure(name: str, options: argparse.Namespace) -> dict[str, Any]:
         equal = int(differing[0, 1]) if len(differing) else options.tokens
         ratio = paired_ratios(times["eager"], times[each])
         row["equal_tokens"][each] = equal
+        allowed = ""
+        if dtype != torch.float32:
+            count = row.setdefault("allowed_tokens", {})[each] = count_allowed(eager, exact, prompt, tokens[each])
+            allowed = f" ({count} allowed by its roundings)"
         print(
-            f"{name} {options.dtype} {each}: {equal} of {options.tokens} tokens as eager, "
+            f"{name} {options.dtype} {each}: {equal} of {options.tokens} tokens as eager{allowed}, "
             f"{1e3 * Spread.of(times[each]).median:.2f} ms a token, {ratio.median:.2f}x of eager's speed "
             f"({ratio.low:.2f} to {ratio.high:.2f})"
         )
