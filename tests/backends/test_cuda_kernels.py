@@ -229,7 +229,9 @@ SLABS: dict[str, tuple[Problem, dict[str, int]]] = {
         replace(build(21, 104, 1096, "bf16"), epilogue=(NORM, Step("swiglu"))),
         {"bm": 32, "bn": 48, "cluster": 2, "chunks": 2},
     ),
-    "bf16, a norm in front of one row": (replace(build(1, 70, 456, "bf16"), epilogue=(NORM,)), {"bm": 16, "cluster": 2}),
+    "bf16, a norm in front of one row": (
+        replace(build(1, 70, 456, "bf16"), epilogue=(NORM,)), {"bm": 16, "cluster": 2},
+    ),
     "int8, a gate": (
         replace(
             int_problem(33, 92, 272), out_dtype="bfloat16",

@@ -15,7 +15,7 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import start_workers
 from .graph_pass import ProductPass, TunedMeanwhile, store_of
 from .graph_report import GraphReport
-from .hooks import compile_graph, inductor_config, is_body
+from .hooks import compile_graph, inductor_config, is_body, time_kernels_without_copies
 from .options import PDL, Options, launch_patches, parse_options
 
 if TYPE_CHECKING:
@@ -38,7 +38,10 @@ def gemmtune_backend(
     Registered as the Dynamo backend ``gemmtune``. Raises as ``parse_options``, and what Inductor raises.
     """
     parsed = parse_options(mode, options)
-    launches = launch_patches(parsed) if parsed.tunes_pointwise and _can_launch_early(example_inputs) else {}
+    launches: dict[str, Any] = {}
+    if parsed.tunes_pointwise and _cuda_devices(example_inputs):
+        time_kernels_without_copies()
+        launches = launch_patches(parsed) if _can_launch_early(example_inputs) else {}
     asked: set[str] = set()
     with _workers_of_cold_store(parsed, gm, example_inputs) as pools:
         for restart in range(MAX_RESTARTS + 1):
@@ -88,14 +91,16 @@ def _may_multiply(gm: fx.GraphModule) -> bool:
     return any(word in name for name in called for word in _PRODUCT_WORDS)
 
 
-def _can_launch_early(example_inputs: Sequence[Any]) -> bool:
-    """Whether a graph's tensors are on a GPU with programmatic dependent launch."""
+def _cuda_devices(example_inputs: Sequence[Any]) -> set[torch.device]:
+    """Return the GPUs of a graph's tensors."""
     devices = {value.device for value in example_inputs if isinstance(value, torch.Tensor)}
-    on_gpu = [device for device in devices if device.type == "cuda"]
-    return (
-        bool(on_gpu)
-        and torch.version.hip is None
-        and all(torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY for device in on_gpu)
+    return {device for device in devices if device.type == "cuda"}
+
+
+def _can_launch_early(example_inputs: Sequence[Any]) -> bool:
+    """Whether the GPUs of a graph's tensors, of which there is one at least, have programmatic dependent launch."""
+    return torch.version.hip is None and all(
+        torch.cuda.get_device_capability(device) >= _PDL_CAPABILITY for device in _cuda_devices(example_inputs)
     )
 
 
