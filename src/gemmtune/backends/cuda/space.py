@@ -251,7 +251,7 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
     if problem.norm is not None and problem.m > _MAX_NORMED_ROWS:
-        return f"normalises at most {_MAX_NORMED_ROWS} rows: every block does so, and for more a kernel before it is faster"
+        return f"normalises at most {_MAX_NORMED_ROWS} rows, in every block; for more a kernel before it is faster"
     return ""
 
 
