@@ -13,18 +13,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..backends.aten.steps import dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, PackedWeightError, UnsupportedError
-from ..core.weights import PackedWeight
+from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.fallback import specialize_fallback
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
 from ..ops.packing import pack
 from .costs import layouts_of
 from .graph_call import GraphCall
-from .weight_forms import MergedWeights, PackedForms
+from .weight_forms import GroupedScales, MergedWeights, PackedForms
 
 MAX_SIZES = 4096  # values of M for which a CallSite remembers the function that serves; then it begins anew
 
@@ -45,7 +46,8 @@ class CallSite:
         self._count = self.call.weight_count
         self._split = self._count + self.call.part_count
         self._merged = MergedWeights(movable=self.call.form != "matrix")
-        self._scales, self._parts = MergedWeights(movable=False), MergedWeights(movable=False)
+        self._parts = MergedWeights(movable=False)
+        self._scales, self._zero_points = _scales_of(self.call), _scales_of(self.call)
         self._packed = PackedForms()
         self._runs: dict[int, Run] = {}
         self._generation = -1
@@ -92,11 +94,18 @@ class CallSite:
         """Return b of the weights as they are, merged where there are several."""
         if self.call.form == "matrix":
             return weights[0]
-        parts = len(self.call.parts)
-        merged = [self._merged.get(weights[:parts])]
-        if self.call.form == "weight_only":
-            merged.append(self._scales.get(weights[parts:]))
-        return self.call.matrix(merged)
+        data = self._merged.get(weights[: len(self.call.parts)]).t()
+        problem = self.call.problem
+        if problem.b.quant is None:
+            return data
+        return QuantWeight(data, *self._quantization(weights), problem.k, problem.b.quant, problem.b.dtype)
+
+    def _quantization(self, weights: Sequence[Tensor]) -> tuple[Tensor, Tensor | None]:
+        """Return the scales and the zero points of a weight-only product's operands."""
+        parts, quant = len(self.call.parts), self.call.problem.b.quant
+        assert quant is not None
+        zero_point = self._zero_points.get(weights[2 * parts :]) if quant.zero_point else None
+        return self._scales.get(weights[parts : 2 * parts]), zero_point
 
     def _described(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Call:
         problem = self.call.problem.with_m(a.shape[-2])
@@ -155,12 +164,14 @@ class CallSite:
             return packed
         parts = len(self.call.parts)
         with torch.inference_mode(False), torch.no_grad():
-            data = weights[0] if self.call.form == "matrix" else _joined(weights[:parts])
-            scale = _joined([s.reshape(-1) for s in weights[parts:]]) if self.call.form == "weight_only" else None
+            data = weights[0].t() if self.call.form == "matrix" else _joined(weights[:parts])
+            quant = self.call.problem.b.quant
+            scale, zero_point = (None, None) if quant is None else self._quantization(weights)
             try:
                 packed = pack(
-                    data.t() if self.call.form == "matrix" else data, scale=scale, m=[self.call.problem], layout=layout
-                )
+                    data, scale=scale, zero_point=zero_point, group_size=None if quant is None else quant.group,
+                    m=[self.call.problem], layout=layout,
+                )  # fmt: skip
             except UnsupportedError as error:
                 RUNTIME.warn_once(f"a weight of a compiled graph is served unpacked: {error}")
                 return None
@@ -234,6 +245,15 @@ class CallSite:
             write_result(out, compute(a, self._raw(weights), aux))
 
         return run
+
+
+def _scales_of(call: GraphCall) -> MergedWeights | GroupedScales:
+    """Return what has the scales, or the zero points, of a call's weights as kernels take them."""
+    quant = call.problem.b.quant
+    if quant is None or (quant.group is None and not quant.zero_point):
+        return MergedWeights(movable=False)
+    groups = 1 if quant.group is None else -(-call.problem.k // quant.group)
+    return GroupedScales(dtype_of(quant.scale_dtype), groups)
 
 
 def _unbound(kernel: Kernel, device: torch.device) -> Callable[..., None]:

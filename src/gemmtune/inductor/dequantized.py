@@ -1,4 +1,5 @@
-"""Dequantised weights in an ATen graph: int8 and fp8 weights, converted and scaled as in gpt-fast and torchao."""
+"""Dequantised weights in an ATen graph: int8 and fp8 weights, converted and scaled as in gpt-fast and torchao, with a
+scale for each output channel or for each group of one."""
 
 from __future__ import annotations
 
@@ -11,7 +12,10 @@ from torch import fx
 from .nodes import (
     CONVERT,
     aten,
+    factors,
     is_call,
+    is_dynamic,
+    is_floating,
     meta_tensor,
     sizes_of,
     transposed_source,
@@ -55,11 +59,16 @@ def constant_vector(node: fx.Node, constants: Collection[fx.Node], size: int) ->
 
 
 class DequantizedWeight(NamedTuple):
-    """A dequantised weight: data [N, K], constant, and the node of its scales, if they are applied before the
-    product."""
+    """A dequantised weight: data [N, K], constant, and the node of its scales, if they are applied before the product.
+
+    group: elements of K that share a scale; then the scales [N, groups] are constant, and so are the zero points of
+    this shape, if there are any. None: a scale for each output channel.
+    """
 
     data: fx.Node
     scale: fx.Node | None
+    group: int | None = None
+    zero_point: fx.Node | None = None
 
 
 def dequantized_weight(b: fx.Node, constants: Collection[fx.Node]) -> DequantizedWeight | None:
@@ -69,12 +78,8 @@ def dequantized_weight(b: fx.Node, constants: Collection[fx.Node]) -> Dequantize
     transposed, as gpt-fast and torchao do.
     """
     dequantized, transposed = _without_transposes(b)
-    factors: list[tuple[fx.Node, fx.Node | None]] = [(dequantized, None)]
-    if is_call(dequantized, aten.mul.Tensor):
-        first, second = dequantized.args[:2]
-        both = isinstance(first, fx.Node) and isinstance(second, fx.Node)
-        factors = [(first, second), (second, first)] if both else []  # type: ignore[list-item]
-    for factor, scale in factors:
+    unscaled: list[tuple[fx.Node, fx.Node | None]] = [(dequantized, None)]
+    for factor, scale in [*factors(dequantized), *unscaled]:
         widened, outer = _without_transposes(factor)
         raw = _quantized_source(widened)
         if raw is None:
@@ -86,3 +91,55 @@ def dequantized_weight(b: fx.Node, constants: Collection[fx.Node]) -> Dequantize
         if scale is None or list(sizes_of(scale)) == ([n, 1] if transposed else [1, n]):
             return DequantizedWeight(data, scale)
     return None
+
+
+def grouped_weight(b: fx.Node, constants: Collection[fx.Node]) -> DequantizedWeight | None:
+    """Return the weight of which b [K, N] is the dequantised transpose, with a scale for each group, or with a scale
+    and a zero point for each output channel; None if b is no such node.
+
+    The weight is converted, divided into groups [N, groups, group] (not where an output channel is one group), less its
+    zero points, multiplied by its scales, and is a matrix again, as torchao does.
+    """
+    matrix, transposed = _without_transposes(b)
+    scaled = without_conversions(without_views(matrix))
+    sizes = list(sizes_of(scaled))
+    if not transposed or len(sizes) not in (2, 3) or is_dynamic(sizes):
+        return None
+    n, *divided, group = sizes
+    groups = divided[0] if divided else 1
+    if list(sizes_of(matrix)) != [n, groups * group]:
+        return None
+    for shifted, scale in factors(scaled):
+        widened, zero_point = _without_zero_points(without_conversions(shifted))
+        raw = _quantized_source(without_conversions(widened))
+        data = None if raw is None else without_views(raw)
+        if data is None or data not in constants or list(sizes_of(data)) != [n, groups * group]:
+            continue
+        by_group = [n, *divided, 1]
+        scales = _constant_by_group(scale, constants, by_group)
+        zero_points = None if zero_point is None else _constant_by_group(zero_point, constants, by_group)
+        if scales is not None and (zero_points is not None or (zero_point is None and divided)):
+            return DequantizedWeight(data, scales, group, zero_points)
+    return None
+
+
+def _without_zero_points(node: fx.Node) -> tuple[fx.Node, fx.Node | None]:
+    """Return the integers and the zero points of which a node is the difference; the node itself and None where it is
+    none."""
+    if is_call(node, aten.sub.Tensor) and not node.kwargs:
+        integers, zero_points = node.args
+        if isinstance(integers, fx.Node) and isinstance(zero_points, fx.Node):
+            return integers, zero_points
+    return node, None
+
+
+def _constant_by_group(node: fx.Node, constants: Collection[fx.Node], sizes: list[int]) -> fx.Node | None:
+    """Return the constant tensor of which a node of these sizes ([N, groups, 1], or [N, 1] for one group) is a view and
+    a conversion to a floating dtype."""
+    if list(sizes_of(node)) != sizes:
+        return None
+    source = without_conversions(without_views(node))
+    if is_call(source, CONVERT, aten._to_copy.default) and is_floating(source):
+        source = source.args[0]  # type: ignore[assignment]  # integers
+    source = without_views(source)
+    return source if source in constants else None

@@ -104,7 +104,7 @@ def time_kernels_without_copies() -> None:
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 
-    inductors_bench = CachingAutotuner.bench
+    inductors_bench: Any = CachingAutotuner.bench
     if getattr(inductors_bench, "copies_once", False):
         return
 

@@ -19,7 +19,7 @@ from ..ops.mixed_mm import describe_product, quant_weight
 from ..ops.mm import describe as describe_mm
 from ..ops.operands import dtype_name
 from ..ops.scaled_mm import describe as describe_scaled_mm
-from .dequantized import constant_vector, dequantized_weight
+from .dequantized import constant_vector, dequantized_weight, grouped_weight
 from .epilogues import Link, links
 from .graph_call import Form, GraphCall
 from .nodes import (
@@ -217,14 +217,18 @@ def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], t
 
 def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
-    return _by_dequantized_weight(node, constants) or _linear(node, a, b, None, constants)
+    return (
+        _by_grouped_weight(node, a, b, None, constants)
+        or _by_dequantized_weight(node, constants)
+        or _linear(node, a, b, None, constants)
+    )
 
 
 def _addmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     bias, a, b, *rest = _arguments(node)
     if rest or any(value != 1 for value in node.kwargs.values()):
         raise NoProblemError("has an alpha or beta")
-    return _linear(node, a, b, bias, constants)
+    return _by_grouped_weight(node, a, b, bias, constants) or _linear(node, a, b, bias, constants)
 
 
 def _arguments(node: fx.Node) -> tuple[Any, ...]:
@@ -327,6 +331,31 @@ def _by_dequantized_weight(node: fx.Node, constants: Collection[fx.Node]) -> Pro
     product.fixed = fixed
     product.rounds_weight = dequantized.scale is not None or rounds_scale
     return product
+
+
+def _by_grouped_weight(
+    node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]
+) -> Product | None:
+    """Return the Product of a matrix by a dequantised weight with a scale for each group; None where b is none."""
+    grouped = grouped_weight(b, constants)
+    x, value = meta_tensor(a), value_of(node)
+    if grouped is None or x is None or value is None:
+        return None
+    weights = tuple(each for each in (grouped.data, grouped.scale, grouped.zero_point) if each is not None)
+    tensors = [tensor for tensor in map(meta_tensor, weights) if tensor is not None and tensor.is_contiguous()]
+    if len(tensors) < len(weights):
+        return None
+    n, k = tensors[0].shape
+    shape = (n,) if grouped.group == k else (-1, n)
+    scale, *zero_points = [tensor.reshape(n, -1).t().reshape(shape) for tensor in tensors[1:]]
+    weight = quant_weight(tensors[0].t(), scale, zero_points[0] if zero_points else None, 8, grouped.group, k)
+    own, aux = _bias(bias, value)
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        return describe_product(x, weight, [*own, *steps], constant=True).problem
+
+    parts = 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
+    return Product(node, a, weights, "weight_only", describe, value.shape[0], n, own, aux, parts, rounds_weight=True)
 
 
 def _baddbmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -67,6 +67,15 @@ def without_conversions(node: fx.Node) -> fx.Node:
     while is_call(node, CONVERT, aten._to_copy.default) and is_floating(node) and is_floating(node.args[0]):
         node = node.args[0]  # type: ignore[assignment]
     return node
+
+
+def factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
+    """Yield the two factors of a product of tensors in both orders."""
+    if is_call(node, aten.mul.Tensor):
+        first, second = node.args
+        if isinstance(first, fx.Node) and isinstance(second, fx.Node):
+            yield first, second
+            yield second, first
 
 
 def value_of(node: Any) -> Tensor | None:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
 
 from ..core.epilogue import Step
 from ..ops.operands import dtype_name
-from .nodes import FLOATS, aten, is_call, value_of, without_conversions
+from .nodes import FLOATS, aten, factors, is_call, value_of, without_conversions
 
 
 class Norm(NamedTuple):
@@ -34,9 +33,9 @@ def find_norm(result: fx.Node) -> Norm | None:
     multiply by the weight before or after they convert back.
     """
     scaled = without_conversions(result)
-    for weight, normed in _factors(scaled):
+    for weight, normed in factors(scaled):
         unscaled = without_conversions(normed)
-        for wide, factor in _factors(unscaled):
+        for wide, factor in factors(unscaled):
             eps = _eps_of(factor, wide)
             rows = without_conversions(wide)
             if eps is None or not _fits(result, rows, weight):
@@ -47,15 +46,6 @@ def find_norm(result: fx.Node) -> Norm | None:
             assert value is not None
             return Norm(result, rows, weight, Step("rms_norm", "inner", dtype_name(value.dtype), eps))
     return None
-
-
-def _factors(node: fx.Node) -> Iterator[tuple[fx.Node, fx.Node]]:
-    """Yield the two factors of a product of tensors in both orders."""
-    if is_call(node, aten.mul.Tensor):
-        first, second = node.args
-        if isinstance(first, fx.Node) and isinstance(second, fx.Node):
-            yield first, second
-            yield second, first
 
 
 def _eps_of(factor: Any, wide: fx.Node) -> float | None:

@@ -128,6 +128,29 @@ class MergedWeights:
         return copy
 
 
+class GroupedScales:
+    """The scales, or the zero points, of one weight or several as kernels take them: of one dtype, [groups, N], or [N]
+    where there is one group. Made anew when one of the tensors has changed.
+
+    dtype: of the result. groups: of each column.
+    """
+
+    def __init__(self, dtype: torch.dtype, groups: int) -> None:
+        self._dtype, self._groups = dtype, groups
+        self._versions: Versions | None = None
+        self._whole: Tensor | None = None
+
+    def get(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Return the tensors [N, groups], one behind the other along N."""
+        if self._whole is not None and self._versions is not None and self._versions.hold(tensors):
+            return self._whole
+        rows = torch.cat([tensor.detach().reshape(-1, self._groups) for tensor in tensors]).to(self._dtype)
+        whole = rows.t().contiguous() if self._groups > 1 else rows.reshape(-1)
+        if not any(tensor.is_inference() for tensor in tensors):  # those may have changed at the next call, unseen
+            self._whole, self._versions = whole, Versions(tensors)
+        return whole
+
+
 _PACKED: dict[tuple[int, ...], tuple[Versions, dict[str, PackedWeight]]] = {}
 
 
