@@ -3,6 +3,7 @@ gemmtune, gemmtune's model under torch.compile, and the plain model under torch.
 
 python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
 python benchmarks/e2e.py --prefill 256        a prefill of 256 tokens in place of decoding
+python benchmarks/e2e.py --variant bf16 --groups 64   torchao's int8 weights with a scale for each 64 elements of K
 """
 
 from __future__ import annotations
@@ -50,6 +51,17 @@ def compiled(model: llama.Llama) -> Any:
     return torch.compile(model, mode="max-autotune")
 
 
+def build(source: Any, args: argparse.Namespace) -> Any:
+    """Return the decoder of a module that has examples/llama.py's functions, quantised by torchao if ``args`` say so."""
+    model, _ = source.factory(args.variant, source.Config(layers=args.layers))
+    if args.groups:
+        from torchao.quantization import IntxWeightOnlyConfig, quantize_
+        from torchao.quantization.granularity import PerGroup
+
+        quantize_(model, IntxWeightOnlyConfig(weight_dtype=torch.int8, granularity=PerGroup(args.groups)))
+    return model
+
+
 def _import_llama(name: str) -> Any:
     """Return examples/llama.py as a module of another name, whose classes have code of their own: Dynamo keeps its
     cache on a forward's code, so that models that share it slow each other."""
@@ -82,6 +94,9 @@ def main() -> None:
     parser.add_argument("--variant", default="int8", choices=llama.VARIANTS)
     parser.add_argument("--batch", type=int, default=1)
     parser.add_argument("--prefill", type=int, default=0, metavar="TOKENS", help="time a prefill [0: decoding]")
+    parser.add_argument(
+        "--groups", type=int, default=0, help="elements of K that share a scale, of a floating variant [0]"
+    )
     parser.add_argument("--steps", type=int, default=16, help="tokens a turn [16]")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved turns [7]")
     parser.add_argument("--layers", type=int, default=4)
@@ -90,7 +105,7 @@ def main() -> None:
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
     args = parser.parse_args()
-    plain, _ = llama.factory(args.variant, llama.Config(layers=args.layers))
+    plain = build(llama, args)
     runners = {"eager": Runner(plain, plain.new_cache(args.batch))}
     if not args.no_compile:
         runners["torch.compile"] = Runner(compiled(copy.deepcopy(plain)), plain.new_cache(args.batch))
@@ -100,10 +115,10 @@ def main() -> None:
     gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget, m=None)
     runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
     if not args.no_compile:
-        second, _ = _import_llama("llama_again").factory(args.variant, llama.Config(layers=args.layers))
+        second = build(_import_llama("llama_again"), args)
         gemmtune.optimize(second, [(step, second.new_cache(args.batch), position)], tune=False)
         runners["gemmtune, compiled"] = Runner(compiled(second), second.new_cache(args.batch))
-        third, _ = _import_llama("llama_inside").factory(args.variant, llama.Config(layers=args.layers))
+        third = build(_import_llama("llama_inside"), args)
         inside = gemmtune.compile(third, options={} if args.budget is None else {"budget": args.budget})
         runners["backend=gemmtune"] = Runner(inside, third.new_cache(args.batch))
     times = interleave_runners(runners, args)
@@ -115,7 +130,15 @@ def main() -> None:
             spread = paired_ratios(times[name], times[other])
             comparison += f"   {other} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
         print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{comparison}")
-    write_results("e2e", rows, variant=args.variant, batch=args.batch, layers=args.layers, prefill=args.prefill)
+    write_results(
+        "e2e",
+        rows,
+        variant=args.variant,
+        batch=args.batch,
+        layers=args.layers,
+        prefill=args.prefill,
+        groups=args.groups,
+    )
 
 
 def interleave_runners(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
