@@ -52,7 +52,7 @@ def compiled(model: llama.Llama) -> Any:
 
 
 def build(source: Any, args: argparse.Namespace) -> Any:
-    """Return the decoder of examples/llama.py, or of another module with its functions, quantised if ``args`` say so."""
+    """Return the decoder of examples/llama.py, or of another module with its functions; quantised if args.groups."""
     model, _ = source.factory(args.variant, source.Config(layers=args.layers))
     if args.groups:
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
