@@ -78,8 +78,8 @@ def dequantized_weight(b: fx.Node, constants: Collection[fx.Node]) -> Dequantize
     transposed, as gpt-fast and torchao do.
     """
     dequantized, transposed = _without_transposes(b)
-    unscaled: list[tuple[fx.Node, fx.Node | None]] = [(dequantized, None)]
-    for factor, scale in [*factors(dequantized), *unscaled]:
+    pairs: list[tuple[fx.Node, fx.Node | None]] = [*factors(dequantized), (dequantized, None)]
+    for factor, scale in pairs:
         widened, outer = _without_transposes(factor)
         raw = _quantized_source(widened)
         if raw is None:

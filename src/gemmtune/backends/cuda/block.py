@@ -97,10 +97,10 @@ def slab_shared(problem: Problem, config: dict[str, Any]) -> int:
 
     Where blocks share K, the sums that they exchange replace the stages in shared memory and count if they are larger.
     """
-    bytes_ = config["stages"] * _slab_stage(config) + _slab_overread_bytes(config)
+    size = config["stages"] * _slab_stage(config) + _slab_overread_bytes(config)
     if config["split"] > 1:
-        bytes_ = max(bytes_, _exchange_bytes(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
-    return int(bytes_ + _beside_stage_bytes(problem, config) * config["stages"] + _slab_fixed_bytes(problem, config))
+        size = max(size, _exchange_bytes(config["bn"], GROUP_ROWS * _slab_groups(config), config["split"]))
+    return int(size + _beside_stage_bytes(problem, config) * config["stages"] + _slab_fixed_bytes(problem, config))
 
 
 def slab_stages(problem: Problem, config: dict[str, Any], available: int) -> int:

@@ -19,10 +19,10 @@
 //
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
-// divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER (blocks of a
-// cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t, value_t (the type before the
-// rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and rows.cu. It also writes the
-// epilogue and the loads of its vectors.
+// divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER
+// (blocks of a cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t,
+// value_t (the type before the rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and
+// rows.cu. It also writes the epilogue and the loads of its vectors.
 
 constexpr int GROUPS = (BM + 63) / 64, CONSUMERS = 4 * GROUPS;  // groups of four warps; warps that multiply
 constexpr int A_ROWS = BM / SHARE;                              // rows of A that one block fetches
@@ -37,8 +37,8 @@ constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS
 // wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
 constexpr int ROW_PADDING = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
 constexpr int ALL_STAGES_BYTES = STAGES * STAGE_BYTES + ROW_PADDING;
-constexpr int NORMALIZERS = NORM ? BM / 4 : 0;  // warps that normalise A
-constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;  // of the norm's weight, in a stage
+constexpr int NORMALIZERS = NORM ? BM / 4 : 0;                  // warps that normalise A
+constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;          // of the norm's weight, in a stage
 constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
 
 #if NORM
