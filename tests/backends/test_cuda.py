@@ -74,16 +74,38 @@ def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int)
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
 
 
-@pytest.mark.parametrize("problem", [build(1, 4096, 4096, "bf16"), weight_only_problem(16, 4096, 4096)])
-def test_only_skinny_computes_norms_of_bfloat16(problem: Problem) -> None:
+@pytest.mark.parametrize(
+    ("problem", "templates"),
+    [
+        (build(1, 4096, 4096, "bf16"), {"skinny", "slab"}),
+        (build(32, 4096, 4096, "bf16"), {"skinny", "slab"}),
+        (build(33, 4096, 4096, "bf16"), set()),
+        (weight_only_problem(16, 4096, 4096), {"skinny"}),
+    ],
+)
+def test_templates_that_compute_norms_of_bfloat16(problem: Problem, templates: set[str]) -> None:
     normed = replace(problem, epilogue=(NORM, Step("silu")))
-    assert {candidate.template for candidate in legal_candidates(normed)} == {"skinny"}
+    assert {candidate.template for candidate in legal_candidates(normed)} == templates
     for other in ("float16", "float32"):
         wrong = replace(normed, epilogue=(replace(NORM, dtype=other),))
         assert not legal_candidates(wrong)
         assert {f"normalises bfloat16 activations with a bfloat16 weight; got bfloat16 and {other}"} == illegal_reasons(
             wrong
         )
+
+
+@pytest.mark.parametrize("m", [1, 9, 17, 32])
+@pytest.mark.parametrize("k", [512, 4096])
+def test_slabs_with_norms_have_more_steps_than_stages(m: int, k: int) -> None:
+    """A row's sum of squares is read before the last stage of the next tile arrives. The warps that normalise give no
+    registers to others."""
+    problem = replace(build(m, 4096, k, "bf16"), epilogue=(NORM,))
+    slabs = [candidate for candidate in legal_candidates(problem) if candidate.template == "slab"]
+    assert slabs
+    for candidate in slabs:
+        assert candidate["split"] == 1
+        assert int(candidate["stages"]) < -(-k // (64 * int(candidate["chunks"])))
+        assert not generate(problem, "slab", dict(candidate.config)).registers
 
 
 def test_raised_registers_do_not_exceed_those_of_the_thread_block() -> None:
