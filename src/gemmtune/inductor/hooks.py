@@ -98,9 +98,9 @@ def time_kernels_without_copies() -> None:
     """Have Inductor's autotuning copy the arguments that a Triton kernel overwrites before it times a configuration,
     for the rest of this process.
 
-    Inductor (torch 2.11 and 2.13) copies them within each timed call. A copy takes the host some 80 us, a kernel of a
-    decode step takes 2 to 10 us, so that noise chose the configuration: the norms with a residual of one model took 3
-    or 66 us in different compilations on an H200 (benchmarks/results/inductor-autotuning-h200-20261126.txt).
+    Inductor (torch 2.11 and 2.13) copies them within each timed call. Both took 78 us and more, and a kernel of a
+    decode step alone takes 2 to 10 us, so that noise chose the configuration: a norm with a residual took 3, 33 or 66
+    us in different compilations on an H200 (benchmarks/results/inductor-autotuning-h200-20261126.txt).
     """
     from torch._inductor.runtime.triton_heuristics import CachingAutotuner
 

@@ -173,7 +173,7 @@ def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constan
         def describe(steps: Sequence[BoundStep]) -> Problem:
             return describe_linear(x, stored, None, [*own, *steps], constant=True).problem
 
-        parts = 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
+        parts = _bias_in_parts(own, aux, constants)
         return Product(node, a, (weight,), "linear", describe, value.shape[0], matrix.shape[1], own, aux, parts)
     constant = b in constants
     _require_fixed(b)
@@ -213,6 +213,11 @@ def _bias(bias: fx.Node | None, value: Tensor) -> tuple[tuple[BoundStep, ...], t
     if tensor is not None and tuple(sizes_of(bias)) == tuple(value.shape):
         return (fuse.add(tensor),), (bias,)
     raise NoProblemError(f"adds a tensor of shape {list(sizes_of(bias))} to a result of {list(value.shape)}")
+
+
+def _bias_in_parts(own: tuple[BoundStep, ...], aux: tuple[fx.Node, ...], constants: Collection[fx.Node]) -> int | None:
+    """Return ``Product.aux_in_parts`` of a product whose own step and its node are ``_bias``'s."""
+    return 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
 
 
 def _mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
@@ -354,7 +359,7 @@ def _by_grouped_weight(
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, [*own, *steps], constant=True).problem
 
-    parts = 0 if aux and aux[0] in constants and own[0].step.kind == "bias" else None
+    parts = _bias_in_parts(own, aux, constants)
     return Product(node, a, weights, "weight_only", describe, value.shape[0], n, own, aux, parts, rounds_weight=True)
 
 

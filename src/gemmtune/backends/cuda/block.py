@@ -13,7 +13,7 @@ CHUNK_BYTES = 128  # of a row, in the layout that TMA writes for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _SWIZZLE_ALIGNMENT = 1024  # bytes; TMA's swizzle pattern repeats at multiples of it
 _BARRIER_BYTES = 8
-_BARRIER_PAIR_BYTES = 16  # bytes of a pair of barriers
+_BARRIER_PAIR_BYTES = 2 * _BARRIER_BYTES
 
 
 def mixed_warps(problem: Problem, config: dict[str, Any]) -> int:

@@ -46,10 +46,10 @@ static_assert(!REGISTERS, "the warps that normalise need more registers than the
 
 // Multiply eight elements of A by weights, and add their squares to ``squares``.
 __device__ __forceinline__ uint4 normalize(const uint4& a, const uint4& weights, float& squares) {
-    auto scale = [&](u32 pair, u32 weights) {
+    auto scale = [&](u32 pair, u32 weight_pair) {
         const float low = __uint_as_float(pair << 16), high = __uint_as_float(pair & 0xffff0000u);
         squares += low * low + high * high;
-        return multiply_halves(pair, weights);
+        return multiply_halves(pair, weight_pair);
     };
     return {scale(a.x, weights.x), scale(a.y, weights.y), scale(a.z, weights.z), scale(a.w, weights.w)};
 }
