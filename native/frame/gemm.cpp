@@ -104,6 +104,7 @@ struct Gemm::Scratch {
   float* sums;         // [segments, rows] sums of A
   int32_t* compensation;  // of raw B, for each column of the panels in [jc, jc_end)
   int64_t packed_batch = -1, packed_row = -1, packed_rows = -1, packed_k = -1;  // the part of A that `a` holds
+  uint32_t tile_state = 0;  // of the micro-kernels (TileArgs)
 };
 
 // One thread's unit of work: rows [m0, m1), panels [p0, p1) and k in [k0, k1), which is slice `slice` of split-K.
@@ -219,6 +220,7 @@ void Gemm::run(const Call& call) const {
     scratch.a = memory;
     for (int64_t i = thread; memory != nullptr && i < tasks; i = team == 1 ? i + 1 : next.fetch_add(1))
       run_task(call, make_task(i), scratch, partial);
+    if (isa_.end_task != nullptr) isa_.end_task();
   };
   if (threads == 1) {
     run_tasks(0, 1);
@@ -257,8 +259,11 @@ void Gemm::run_task(const Call& call, const Task& task, Scratch& s, char* partia
   s.compensation = reinterpret_cast<int32_t*>(s.zero + kMaxPanelColumns);
   s.sums = reinterpret_cast<float*>(reinterpret_cast<char*>(s.compensation) + align_up(std::min(cfg_.nc, panels_) * panel_cols_ * 4));
 
-  for (int64_t row0 = task.m0; row0 < task.m1; row0 += cfg_.mc) {
-    RowBlock block{call, task, RowTiles(std::min(cfg_.mc, task.m1 - row0), cfg_.mr), row0, 0, 0, partial};
+  // Blocks of nearly equal size: a last one of few rows would read all of B for them.
+  const int64_t rows = task.m1 - task.m0, blocks = ceil_div(rows, cfg_.mc);
+  const int64_t block_rows = std::min(cfg_.mc, ceil_div(ceil_div(rows, blocks), cfg_.mr) * cfg_.mr);
+  for (int64_t row0 = task.m0; row0 < task.m1; row0 += block_rows) {
+    RowBlock block{call, task, RowTiles(std::min(block_rows, task.m1 - row0), cfg_.mr), row0, 0, 0, partial};
     pack_rows(block, s);
     if (cfg_.dot) {
       run_dots(block, task, s);
@@ -410,6 +415,7 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
   }
   t.b_stride = b_stride;
   t.b = b;
+  t.tile_state = &s.tile_state;
   t.accumulate = k0 > block.task.k0;
   set_prefetch(block, tile, panel, k0, k1, ceil_div(k1 - k0, kp_ * set->groups_per_row), t);
   const int64_t padded_n = panels_ * panel_cols_;

@@ -59,6 +59,7 @@ struct TileArgs {
   const float* zero;     // (zero point - stored offset) of this quantisation group for each column, or null
   const float* a_sum;    // sum of A over this quantisation group for each row (with zero)
   int64_t a_sum_stride;  // elements
+  uint32_t* tile_state;  // AMX: how the tile registers are configured; 0 before the first call of a task
 };
 
 using TileKernel = void (*)(const TileArgs&);
@@ -155,6 +156,7 @@ struct IsaOps {
   void (*epilogue)(const EpilogueArgs&);
   void (*pack_a)(const PackAArgs&);
   void (*row_sums)(const PackAArgs&, int64_t quant_group, float* sums, int64_t sums_stride);
+  void (*end_task)();  // ends what micro-kernels keep from call to call of a task; null: nothing
 };
 
 }  // namespace gemmtune

@@ -21,8 +21,12 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Set the shapes of the tile registers: 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B.
-void configure_tiles(int rows, int groups) {
+// Set the shapes of the tile registers: 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B. They keep them until the
+// task ends: configuring them takes longer than a product of two tiles.
+void configure_tiles(uint32_t* state, int rows, int groups) {
+  const uint32_t wanted = static_cast<uint32_t>(rows) << 8 | static_cast<uint32_t>(groups);
+  if (*state == wanted) return;
+  *state = wanted;
   TileConfig config;
   for (int i = 0; i < 2; ++i) {
     const int r = rows - i * kTileRows;
@@ -48,7 +52,7 @@ enum class TileProduct { bf16, s8s8, u8s8 };
 // `load_c`. c_stride is in bytes.
 template <TileProduct P, int MR, int NV>
 void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first, int64_t chunks, int groups, bool load_c) {
-  configure_tiles(MR, groups);
+  configure_tiles(t.tile_state, MR, groups);
   constexpr bool kTwoRows = MR > kTileRows, kTwoColumns = NV > 1;
   char* lower_c = c + kTileRows * c_stride;
   if (load_c) {
@@ -91,8 +95,9 @@ void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate) {
   const int tail = static_cast<int>(t.groups % kTileGroups);
   if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate);
   if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0);
-  _tile_release();
 }
+
+void release_tiles() { _tile_release(); }
 
 template <TileProduct P, int MR, int NV>
 void amx_tile(const TileArgs& t) {
@@ -179,6 +184,6 @@ const KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kAmxOps;
-const IsaOps kAmxOps = {"amx", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+const IsaOps kAmxOps = {"amx", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums, &release_tiles};
 
 }  // namespace gemmtune

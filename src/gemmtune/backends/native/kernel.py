@@ -16,10 +16,23 @@ from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel
 from .layout import Packing, pack
 from .space import why_not_direct
-from .traits import AXES, DTYPES, LANES, PACK_A, STEP_KINDS, UNITS, Unit, can_multiply
+from .traits import (
+    AMX_BLOCK_BYTES,
+    AMX_LEAST_ROWS,
+    AMX_TILE_ROWS,
+    AXES,
+    DTYPES,
+    LANES,
+    PACK_A,
+    STEP_KINDS,
+    UNITS,
+    Unit,
+    can_multiply,
+)
 
 # "Per channel" in the C++ code: one group that is longer than any K.
 _ONE_GROUP = 1 << 40
+_MAX_ROWS = 1024  # of A in a block
 
 
 def unit_of(problem: Problem, candidate: Candidate) -> Unit:
@@ -70,8 +83,7 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "nv": nr // LANES,
         "mr": int(config["mr"]),
         "kc": int(config["kc"]),
-        # Rows are packed at most 1024 at a time, so that scratch memory stays bounded for any M.
-        "mc": int(config["mc"]) or 1024,
+        "mc": _rows_of_a_block(problem, candidate, unit),
         "nc": nc,
         "order": 1 if config["order"] == "a" else 0,
         "tm": tm,
@@ -88,6 +100,20 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "zero_offset": 8.0 if problem.b.dtype == "int4" else 0.0,
         "steps": _encoded_steps(problem.epilogue),
     }
+
+
+def _rows_of_a_block(problem: Problem, candidate: Candidate, unit: Unit) -> int:
+    """Return how many rows of A, at most, are multiplied by all of B before the next ones.
+
+    With AMX, so many that their part of a K block fits ``AMX_BLOCK_BYTES``: the tiles multiply faster than the caches
+    behind the L2 deliver A. An expanded block of B would be expanded again for each block of rows. Otherwise 1024, so
+    that scratch memory stays bounded for any M.
+    """
+    if candidate["mc"] or unit.isa != "amx" or candidate.template != "packed":
+        return int(candidate["mc"]) or _MAX_ROWS
+    row_bytes = unit.compute.nbytes * min(int(candidate["kc"]) or problem.k, problem.k)
+    fitting = AMX_BLOCK_BYTES // row_bytes // AMX_TILE_ROWS * AMX_TILE_ROWS
+    return min(max(fitting, AMX_LEAST_ROWS), _MAX_ROWS)
 
 
 def _encoded_steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, float]]:
@@ -186,7 +212,7 @@ class RawKernel(Kernel):
 def _scratch_bytes(problem: Problem, candidate: Candidate) -> int:
     """Return the approximate bytes of scratch memory per thread: packed rows of A, accumulators and an expanded
     block."""
-    rows = min(problem.m, int(candidate["mc"]) or 1024)
+    rows = min(problem.m, _rows_of_a_block(problem, candidate, unit_of(problem, candidate)))
     packed = 0 if candidate["pack_a"] == "none" else rows * problem.k * 4
     block = 0 if candidate.template in ("packed", "dot") else int(candidate["kc"]) * int(candidate["nr"]) * 4
     return packed + block + rows * int(candidate["nr"]) * int(candidate["nc"]) * 4

@@ -1,7 +1,7 @@
 """The search space of the native kernels, and why parts of it are illegal for a Problem.
 
 Axes: ``isa``; ``nr``, ``mr`` (columns and rows of a micro-tile); ``kc``, ``mc``, ``nc`` (cache blocks: K elements,
-rows, panels; 0 = all); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in
+rows, panels; 0 = all, of the rows those that ``kernel.py`` finds the L2 cache to hold); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in
 B, or -1: the next block while the current one is computed); ``grid`` (threads over M x N x K).
 
 Templates: ``packed`` reads the packed weight and converts in registers. ``expand`` converts a block of it first.
@@ -20,7 +20,7 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ..base import NOT_LISTED
 from .layout import Packing
-from .traits import BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, can_multiply
+from .traits import AMX_BLOCK_BYTES, AMX_LEAST_ROWS, BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, can_multiply
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
@@ -28,6 +28,7 @@ _STEP_DTYPES = tuple(DTYPES)[:6]
 _MAX_TENSORS = 16
 _CACHE_LINE = 64
 _MANY_ROWS = 64
+_LONG_ROW_BYTES = 4096  # of a K block of A, for AMX, where the L2 does not hold whole rows
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
 
@@ -246,16 +247,28 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
     """Return the values of every axis besides the micro-tile, most promising first; the first axis varies slowest."""
     several_tiles, by_blocks = problem.m > mr, template != "packed"
     illegal = _illegal_pack_a(problem, unit)
-    modes = (("rows", "none") if problem.m > 64 else ("none", "rows")) + ("panels",)
+    many_rows, amx = problem.m > _MANY_ROWS, unit.isa == "amx"
+    modes = (("rows", "none") if many_rows and not amx else ("none", "rows")) + ("panels",)
     return {
         "kc": _k_blocks(problem, unit, template, several_tiles),
         "grid": [f"{tm}x{tn}x{tk}" for tm, tn, tk in _grids(problem, target.threads, nr, template)],
         "pack_a": [mode for mode in modes if mode not in illegal and (mode != "panels" or template != "dot")],
         "prefetch": _prefetches(problem, unit, template, nr, several_tiles),
         "order": ("b", "a") if several_tiles and not by_blocks else ("b",),
-        "nc": (1, 4) if several_tiles and template != "dot" else (1,),
-        "mc": (0, 128) if problem.m > 256 else (0,),
+        "nc": _panels_of_a_block(amx, several_tiles, template),
+        "mc": (0, 1024 if amx else 128) if problem.m > 256 else (0,),
     }
+
+
+def _panels_of_a_block(amx: bool, several_tiles: bool, template: str) -> tuple[int, ...]:
+    """Return the numbers of panels that share one pass over a K block, most promising first.
+
+    AMX reads a block of A that does not fit the L2 from the L3 for each of these passes: bf16 192x4096x11008 took 20%
+    less time with 4 or 16 panels than with 1 (``amx-blocks-20261126.txt``).
+    """
+    if not several_tiles or template == "dot":
+        return (1,)
+    return (4, 1, 16) if amx and template == "packed" else (1, 4)
 
 
 def _is_redundant(kc: int, nc: int, order: str, prefetch: int) -> bool:
@@ -301,11 +314,23 @@ def _k_blocks(problem: Problem, unit: Unit, template: str, several_tiles: bool) 
         sizes = sizes or [512]
     else:
         blocks = [size for size in (512, 1024) if several_tiles and size < problem.k]
-        sizes = [0, *blocks] if unit.isa == "amx" else [*blocks, 0]
+        sizes = _k_blocks_for_tiles(problem, unit, blocks) if unit.isa == "amx" else [*blocks, 0]
     group = problem.b.quant.group if problem.b.quant is not None else None
     if group is None or group >= problem.k:
         return sizes
     return [size for size in sizes if size == 0 or size % group == 0 or group % size == 0] or [group]
+
+
+def _k_blocks_for_tiles(problem: Problem, unit: Unit, blocks: list[int]) -> list[int]:
+    """Return AMX's K blocks: all of K first, unless the L2 does not hold the rows of a block of A then.
+
+    With K = 11008, bf16 and M = 192 and 512, blocks of 2048 took 18 to 32% less time than all of K, and less than 1024 and
+    512; with K = 4096 and M = 512 all of K took 3% less (``amx-blocks-20261126.txt``). Blocks of int8 have as many bytes.
+    """
+    row_bytes = problem.k * unit.compute.nbytes
+    if not blocks or row_bytes * min(problem.m, AMX_LEAST_ROWS) <= AMX_BLOCK_BYTES:
+        return [0, *blocks]
+    return [_LONG_ROW_BYTES // unit.compute.nbytes, 0, *reversed(blocks)]
 
 
 def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple[int, int, int]]:

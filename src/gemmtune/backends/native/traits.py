@@ -9,6 +9,9 @@ STEP_KINDS = ("scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu"
 AXES = ("tensor", "row", "col", "full")
 PACK_A = ("none", "rows", "panels")
 LANES = 16
+AMX_TILE_ROWS = 32  # of C, in two tile registers
+AMX_BLOCK_BYTES = 1 << 20  # of A: half of the L2 cache, which has 2 MiB a core on every CPU with AMX so far
+AMX_LEAST_ROWS = 128  # in a block of A: with fewer, reading B from memory again takes longer
 
 
 @dataclass(frozen=True, slots=True)
@@ -20,6 +23,11 @@ class Compute:
     code: int
     kp: int
     integer: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """The bytes of an element: ``kp`` of them have 4."""
+        return 4 // self.kp
 
 
 F32 = Compute("f32", 0, 1)
