@@ -205,6 +205,16 @@ def test_kernel_serves_other_m_with_a_supported_algorithm(blas: FakeBlas) -> Non
     assert {number for number, _ in blas.launches} == {0, 1}
 
 
+def test_rank_0_is_asked_for_the_m_of_each_call(blas: FakeBlas) -> None:
+    """The library ranks another algorithm first for another M, whether or not it supports that of the Problem's M."""
+    kernel = load(PROBLEMS["bf16"], 0)
+    check(PROBLEMS["bf16"].with_m(9), kernel)
+    assert {number for number, _ in blas.launches} == {0}
+    blas.first_algorithm, blas.launches = 2, []
+    check(PROBLEMS["bf16"].with_m(11), kernel)
+    assert {number for number, _ in blas.launches} == {2}
+
+
 def test_load_raises_errors_without_an_algorithm(blas: FakeBlas) -> None:
     with pytest.raises(UnsupportedError, match="ranks 3 algorithms for this product, and none 5"):
         load(PROBLEMS["bf16"], 5)
@@ -221,9 +231,13 @@ def test_load_raises_errors_without_an_algorithm(blas: FakeBlas) -> None:
 def test_run_is_repeated_in_a_thread_without_a_context(blas: FakeBlas) -> None:
     kernel = load(PROBLEMS["bf16"])
     a, b, out = torch.ones(5, 40).bfloat16(), torch.ones(24, 40).bfloat16().t(), torch.empty(5, 24).bfloat16()
-    blas.statuses = [1]
+    for statuses in ([1], [0, 1]):  # of asking for the algorithm for this M, and of the product
+        blas.statuses = statuses
+        kernel.run(a, b, (), out.fill_(0))
+        assert torch.equal(out, torch.full_like(out, 40))
+        assert blas.statuses == []
+        kernel = load(PROBLEMS["bf16"])
     kernel.run(a, b, (), out)
-    assert torch.equal(out, torch.full_like(out, 40))
     blas.statuses = [13]
     with pytest.raises(KernelError, match="multiplying: cuBLASLt says execution failed"):
         kernel.run(a, b, (), out)

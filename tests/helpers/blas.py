@@ -33,8 +33,9 @@ class FakeBlas:
     """Fake cuBLASLt library with ``count`` algorithms; algorithm i needs 256 * i bytes of workspace.
 
     launches: the algorithm and the stream of each product that was run.
-    statuses: error codes that the next calls return instead of running.
+    statuses: what the next calls return instead of running; after a 0 they run.
     single_m_algorithms: algorithms that support only the M that the heuristic was called with.
+    first_algorithm: the algorithm that the heuristic ranks first; the next numbers follow, and begin again at 0.
     descriptors: the descriptors by handle.
     preferences: the preference descriptor of each call of the heuristic.
     workspaces: the workspace's address and size in each product.
@@ -43,6 +44,7 @@ class FakeBlas:
     def __init__(self, count: int = 3) -> None:
         self.count, self.launches, self.statuses = count, list[tuple[int, int]](), list[int]()
         self.single_m_algorithms: set[int] = set()
+        self.first_algorithm = 0
         self.descriptors: dict[int, Descriptor] = {}
         self.preferences: list[Descriptor] = []
         self.workspaces: list[tuple[int, int]] = []
@@ -81,17 +83,18 @@ class FakeBlas:
         handle, operation, _, _, _, d, preference, requested, results_address, count_address = arguments
         if handle != 99:
             return 1
-        if self.statuses:
-            return self.statuses.pop(0)
+        if self.statuses and (status := self.statuses.pop(0)):
+            return status
         preference_descriptor = self.descriptors[preference]
         self.preferences.append(preference_descriptor)
         if any(self.descriptors[operation].attributes.get(attribute) == 0 for attribute in (8, 17, 18)):
             return 7
         returned = min(requested, self.count)
         results = (Ranked * requested).from_address(results_address)
-        for number in range(returned):
-            results[number].algorithm.data[0], results[number].algorithm.data[1] = number, self._columns(d)
-            results[number].workspace = 256 * number
+        for position in range(returned):
+            number = (self.first_algorithm + position) % self.count
+            results[position].algorithm.data[0], results[position].algorithm.data[1] = number, self._columns(d)
+            results[position].workspace = 256 * number
         ctypes.c_int.from_address(count_address).value = returned
         return 0
 
@@ -122,8 +125,8 @@ class FakeBlas:
             workspace_bytes,
             stream,
         ) = arguments
-        if self.statuses:
-            return self.statuses.pop(0)
+        if self.statuses and (status := self.statuses.pop(0)):
+            return status
         description = self.descriptors[operation]
         assert (c, c_at) == (d, d_at)
         is_integer = description.arguments[1] == 10

@@ -583,6 +583,22 @@ def test_expected_kernel_is_built_timed_and_serves_where_it_is_fast(
     assert kernel.verdict.ok
 
 
+def test_expected_kernel_of_a_decision_is_timed_at_the_expected_m_and_not_built_again(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, SMALL, 323)
+    built: list[str] = []
+
+    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
+        built.extend(candidate.id for _, candidate in wanted)
+        return {}
+
+    kernel = make_plan_with_tile(clock, store, build=build).find(SMALL.id)
+    assert kernel is not None
+    assert 323 in kernel.times
+    assert built == []
+
+
 def test_expected_kernel_that_cannot_be_built_is_not_timed(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,7 +14,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
-from gemmtune.tuning.predicted_kernels import expected_kernels, predict_kernels, ranked_kernels
+from gemmtune.tuning.predicted_kernels import expected_kernels, kernels_chosen_by_m, predict_kernels
 from gemmtune.tuning.sizes import SizeRange
 from helpers.factories import make_target
 from helpers.gpus import H200, PROBLEM_OF_DTYPE, legal_candidates
@@ -184,23 +184,22 @@ def ranks_at(m: int, *ranks: int, slower: float = 1.0) -> Decision:
     return decide(INT8.with_m(m), *rows)
 
 
-def test_ranks_of_a_library_far_from_the_tuned_m_are_expected_to_be_fast() -> None:
+def test_a_library_that_chooses_by_m_is_expected_to_be_fast_far_from_the_tuned_m() -> None:
     decisions = [ranks_at(m, 1) for m in TUNED]
-    kernels = ranked_kernels(INT8, H200, decisions, SIZES, {"cublaslt/ranked[rank=1]"})
-    assert [(kernel.id, kernel.tuned_m) for kernel in kernels] == [
-        ("cublaslt/ranked[rank=0]", 4), ("cublaslt/ranked[rank=2]", 45), ("cublaslt/ranked[rank=3]", 512),
-        ("cublaslt/ranked[rank=4]", 4096),
-    ]  # fmt: skip
-    assert kernels[-1].predicted_for == {2896, 4096, 5793}
-    assert {kernel.packing for kernel in kernels} == {None}
-    expected = expected_kernels(INT8, H200, decisions, SIZES, {})
-    assert [kernel.id for kernel in expected] == [kernel.id for kernel in kernels]
+    (kernel,) = kernels_chosen_by_m(INT8, H200, decisions, SIZES, ())
+    assert (kernel.id, kernel.tuned_m, kernel.packing) == ("cublaslt/ranked[rank=0]", 4096, None)
+    assert kernel.predicted_for >= {4, 45, 512, 2896, 4096, 5793}
+    assert not kernel.predicted_for & {*TUNED}
+    assert [k.id for k in expected_kernels(INT8, H200, decisions, SIZES, {})] == [kernel.id]
+    also_tuned = [ranks_at(m, 0) for m in TUNED]
+    assert kernels_chosen_by_m(INT8, H200, also_tuned, SIZES, ()) == [kernel]
+    assert kernels_chosen_by_m(INT8, H200, decisions, SIZES, {kernel.id}) == []
 
 
-def test_ranks_are_not_expected_between_tuned_m_that_are_close() -> None:
+def test_a_library_is_not_expected_to_be_fast_between_tuned_m_that_are_close() -> None:
     sizes = SizeRange(128, 600, (128, 300, 600))
-    assert ranked_kernels(INT8, H200, [ranks_at(128, 0)], sizes, ()) == []
+    assert kernels_chosen_by_m(INT8, H200, [ranks_at(128, 0)], sizes, ()) == []
 
 
 def test_libraries_that_were_not_timed_are_not_asked() -> None:
-    assert ranked_kernels(INT8, H200, DECISIONS, SIZES, ()) == []
+    assert kernels_chosen_by_m(INT8, H200, DECISIONS, SIZES, ()) == []

@@ -140,8 +140,8 @@ class Backend(ABC):
     shared_layouts: the names of other backends whose packed layouts this one's kernels take, too. preload: modules that
     a build imports; the processes that build are forked from a process that has imported them. special_steps: the
     kinds of steps that some candidates compute, of those that few do: norms in front of products (``Problem.norm``),
-    and gates (``Problem.gate``). chooses_by_m: whether a candidate is another kernel for each M that it is loaded for,
-    as a rank in a library's list is; loading costs no build then.
+    and gates (``Problem.gate``). chooses_by_m: whether the first candidate is a library's own choice of a kernel for
+    the M of each call; loading it costs no build.
     """
 
     name: ClassVar[str]

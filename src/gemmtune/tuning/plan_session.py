@@ -63,11 +63,15 @@ class PlanSession(WeightSession):
         return bool(new)
 
     def _add_predicted(self, build: BuildKernels | None) -> None:
-        """Add kernels that no Decision has, and that are expected to be fast at other M. They are built first."""
+        """Add kernels that are expected to be fast at other M. Those that no Decision has are built first."""
         pool = list(self._found.pool.values())
-        kernels = expected_kernels(
+        expected = expected_kernels(
             self._problem, self._target, self._decisions, self._sizes, self._counts, self._faulty
         )
+        for kernel in expected:
+            if kernel.id in self._found.pool:
+                self._found.pool[kernel.id].predicted_for |= kernel.predicted_for
+        kernels = [kernel for kernel in expected if kernel.id not in self._found.pool]
         if kernels and build is not None:
             builds = build([(self._problem.with_m(k.tuned_m), k.candidate) for k in kernels], self._target)
             kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]

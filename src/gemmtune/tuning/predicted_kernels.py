@@ -3,8 +3,8 @@
 A tile of 112 rows is the fastest for M = 217, and for no M that is tuned by default. Backends estimate the time of
 their candidates (``Backend.estimated_s``). The times that were measured at the tuned M correct the estimates.
 
-A library that ranks its kernels for an M (``Backend.chooses_by_m``) ranks others first for another M. What it ranks
-first far from the tuned M is expected to be fast there.
+A candidate by which a library chooses its kernel for the M of each call (``Backend.chooses_by_m``) is another kernel
+far from the tuned M. It is expected to be fast there.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .intervals import Curves, point_weights
 from .plan_pool import PoolKernel, failed_candidates, kernel_pool, timed_rows
 from .sizes import SizeRange
 
-_FAR = 4.0  # between two tuned M with this ratio, a library's first choice may be another kernel than at both
+_FAR = 4.0  # between two tuned M with this ratio, a library's choice may be another kernel than at both
 _PER_OCTAVE = 3  # M for which candidates are listed
 _LISTED = 3  # the first candidates of a template that are considered at an M
 _LEAST_GAIN = 0.03  # an estimated gain below this share of the time is not expected
@@ -53,25 +53,24 @@ def expected_kernels(
     faulty: Collection[str] = (),
 ) -> list[PoolKernel]:
     """Return the kernels that are expected to be fast where those of the Decisions are not: by estimates up to the
-    device's ``TuningProfile.max_predicted``, and those that a library ranks first. Candidates that failed in a Decision
-    or are ``faulty`` are not among them."""
+    device's ``TuningProfile.max_predicted``, and those of libraries that choose by M, which a Decision may have, too.
+    Candidates that failed in a Decision or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
     if not limit:
         return []
     without = failed_candidates(decisions) | set(faulty)
     pool = kernel_pool(decisions, faulty)
-    ranked = ranked_kernels(problem, target, decisions, sizes, {*without, *(kernel.id for kernel in pool)})
-    return ranked + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
+    by_m = kernels_chosen_by_m(problem, target, decisions, sizes, without)
+    return by_m + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
 
 
-def ranked_kernels(
+def kernels_chosen_by_m(
     problem: Problem, target: Target, decisions: Sequence[Decision], sizes: SizeRange, without: Collection[str]
 ) -> list[PoolKernel]:
-    """Return what each library that chooses by M ranks first at the M that are farthest from tuned ones: one for each
-    gap of ``_FAR`` at least between them.
+    """Return the first candidate of each library that chooses by M, expected to be fast in the gaps between tuned M
+    whose ends have a ratio of ``_FAR`` or more. Without such a gap, none.
 
-    Only libraries of which a Decision has a time are asked. without: ids of candidates that are not returned; the next
-    rank is, since a candidate has one kernel in a Plan.
+    Only libraries of which a Decision has a time are asked. without: ids of candidates that are not returned.
     """
     rows = [row for decision in decisions for row in timed_rows(decision.evidence)]
     names = {
@@ -79,17 +78,19 @@ def ranked_kernels(
     }
     ends = [sizes.first, *(m for m in sizes.tuned if sizes.first < m < sizes.last), sizes.last]
     middles = [(a, b, round(math.sqrt(a * b))) for a, b in itertools.pairwise(ends) if b >= _FAR * a]
-    used, found = set(without), list[PoolKernel]()
-    for name in sorted(names):
-        for a, b, m in middles:
-            candidates = backends.get(name).candidates(problem.with_m(m), target)
-            legal = (c for c in candidates if not isinstance(c, Illegal) and c.id not in used)
-            candidate = next(legal, None)
-            if candidate is not None:
-                used.add(candidate.id)
-                kernel = PoolKernel.of(candidate, m, backends.get(name).packing_of(problem.with_m(m), candidate))
-                kernel.predicted_for = {round(math.sqrt(a * m)), m, round(math.sqrt(m * b))}
-                found.append(kernel)
+    found = list[PoolKernel]()
+    for name in sorted(names) if middles else ():
+        m = middles[-1][2]
+        candidates = backends.get(name).candidates(problem.with_m(m), target)
+        candidate = next((c for c in candidates if not isinstance(c, Illegal)), None)
+        if candidate is not None and candidate.id not in without:
+            kernel = PoolKernel.of(candidate, m, backends.get(name).packing_of(problem.with_m(m), candidate))
+            kernel.predicted_for = {
+                size
+                for a, b, middle in middles
+                for size in (round(math.sqrt(a * middle)), middle, round(math.sqrt(middle * b)))
+            }
+            found.append(kernel)
     return found
 
 

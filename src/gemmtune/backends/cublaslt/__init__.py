@@ -23,7 +23,8 @@ class CublasLtBackend(Backend):
     """The cuBLASLt backend: available on NVIDIA GPUs with PyTorch's CUDA wheels, which contain cuBLASLt.
 
     A candidate is a rank in cuBLASLt's list of algorithms for the Problem, so that naming a candidate needs no GPU;
-    loading it queries the list. The algorithm at a rank may change with the library's version.
+    loading it queries the list. Rank 0 queries it again for the M of each call, as PyTorch's operators do. The
+    algorithm at a rank may change with the library's version.
     """
 
     name = "cublaslt"

@@ -178,9 +178,13 @@ class Call:
         for operand in range(4):
             preference.set(_ALIGNMENT_A + operand, ctypes.c_uint32(alignment))
         results, returned = (Ranked * count)(), ctypes.c_int()
-        status = library().cublasLtMatmulAlgoGetHeuristic(
-            *self._descriptors, preference.pointer, count, ctypes.addressof(results), ctypes.addressof(returned)
-        )
+
+        def ask() -> int:
+            get_heuristic, preferred = library().cublasLtMatmulAlgoGetHeuristic, preference.pointer
+            addresses = ctypes.addressof(results), ctypes.addressof(returned)
+            return int(get_heuristic(*self._descriptors, preferred, count, *addresses))
+
+        status = self._retried(ask(), ask)
         if status != _NOT_SUPPORTED:
             check(status, "asking cuBLASLt for its algorithms")
         usable = [item for item in results[: returned.value] if item.state == 0]
@@ -217,7 +221,11 @@ class Call:
 
     def retry_or_raise(self, status: int, run_again: Callable[[], int]) -> None:
         """Run once more where that may help; raise KernelError where cuBLASLt rejects the product."""
-        if status == _NO_CONTEXT:  # this thread has not used CUDA yet
-            torch.cuda.current_stream(self._device).query()
-            status = run_again()
-        check(status, "multiplying")
+        check(self._retried(status, run_again), "multiplying")
+
+    def _retried(self, status: int, call_again: Callable[[], int]) -> int:
+        """Return the status of a second call where the first one failed because this thread has not used CUDA yet."""
+        if status != _NO_CONTEXT:
+            return status
+        torch.cuda.current_stream(self._device).query()  # makes the device's context current on this thread
+        return call_again()

@@ -1,8 +1,9 @@
 """The search space of the native kernels, and why parts of it are illegal for a Problem.
 
 Axes: ``isa``; ``nr``, ``mr`` (columns and rows of a micro-tile); ``kc``, ``mc``, ``nc`` (cache blocks: K elements,
-rows, panels; 0 = all, of the rows those that ``kernel.py`` finds the L2 cache to hold); ``order`` (which operand the inner loop keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in
-B, or -1: the next block while the current one is computed); ``grid`` (threads over M x N x K).
+rows, panels; 0 = all, of the rows up to a limit that ``kernel.py`` chooses); ``order`` (which operand the inner loop
+keeps in L1); ``pack_a``; ``prefetch`` (bytes ahead in B, or -1: the next block while the current one is computed);
+``grid`` (threads over M x N x K).
 
 Templates: ``packed`` reads the packed weight and converts in registers. ``expand`` converts a block of it first.
 ``raw`` packs blocks of a weight that is not constant during the product. ``dot`` multiplies along the contiguous K of
@@ -324,8 +325,9 @@ def _k_blocks(problem: Problem, unit: Unit, template: str, several_tiles: bool) 
 def _k_blocks_for_tiles(problem: Problem, unit: Unit, blocks: list[int]) -> list[int]:
     """Return AMX's K blocks: all of K first, unless the L2 does not hold the rows of a block of A then.
 
-    With K = 11008, bf16 and M = 192 and 512, blocks of 2048 took 18 to 32% less time than all of K, and less than 1024 and
-    512; with K = 4096 and M = 512 all of K took 3% less (``amx-blocks-20261126.txt``). Blocks of int8 have as many bytes.
+    With K = 11008, bf16 and M = 192 and 512, blocks of 2048 took 18 to 32% less time than all of K, and less than 1024
+    and 512; with K = 4096 and M = 512 all of K took 3% less (``amx-blocks-20261126.txt``). Blocks of int8 have as many
+    bytes.
     """
     row_bytes = problem.k * unit.compute.nbytes
     if not blocks or row_bytes * min(problem.m, AMX_LEAST_ROWS) <= AMX_BLOCK_BYTES:
