@@ -415,6 +415,12 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
   }
   t.b_stride = b_stride;
   t.b = b;
+  if (block.partial == nullptr && k1 == block.task.k1) {
+    const int64_t element = bits(cfg_.out) / 8, row = block.row0 + first;
+    t.out = block.call.out + (block.task.batch * block.call.out_batch_stride + row * block.call.ldo + panel * panel_cols_) * element;
+    t.out_stride = block.call.ldo * element;
+    t.out_bytes = columns * element;
+  }
   t.tile_state = &s.tile_state;
   t.accumulate = k0 > block.task.k0;
   set_prefetch(block, tile, panel, k0, k1, ceil_div(k1 - k0, kp_ * set->groups_per_row), t);

@@ -59,6 +59,9 @@ struct TileArgs {
   const float* zero;     // (zero point - stored offset) of this quantisation group for each column, or null
   const float* a_sum;    // sum of A over this quantisation group for each row (with zero)
   int64_t a_sum_stride;  // elements
+  const char* out;       // the tile's first element in the output, which is written after the call, or null
+  int64_t out_stride;    // bytes between rows of the output
+  int64_t out_bytes;     // of a row of the tile in the output
   uint32_t* tile_state;  // AMX: how the tile registers are configured; 0 before the first call of a task
 };
 

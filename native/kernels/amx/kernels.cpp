@@ -48,6 +48,14 @@ enum class TileProduct { bf16, s8s8, u8s8 };
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
+// Prefetch the rows of the output that this tile is stored to, two rows for each chunk: so many cache misses at once would keep
+// the loads of A and B waiting, and so would those of the stores.
+template <int MR>
+inline void prefetch_output(const TileArgs& t, int64_t chunk) {
+  for (int64_t row = 2 * chunk; row < 2 * chunk + 2 && row < MR; ++row)
+    for (int64_t byte = 0; byte < t.out_bytes; byte += 64) __builtin_prefetch(t.out + row * t.out_stride + byte, 1, 3);
+}
+
 // Multiply `chunks` chunks of A and B, each of `groups` groups from group `first`, and store the C tiles at c. Add to C if
 // `load_c`. c_stride is in bytes.
 template <TileProduct P, int MR, int NV>
@@ -67,6 +75,7 @@ void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first
     if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
   }
   for (int64_t i = 0; i < chunks; ++i) {
+    if (t.out != nullptr && 2 * i < MR) prefetch_output<MR>(t, i);
     const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
     const char* b = t.b + (first + i * kTileGroups) * t.b_stride;
     __builtin_prefetch(t.prefetch + (first + i * kTileGroups) * t.prefetch_stride, 0, 3);
