@@ -29,6 +29,7 @@ _STEP_DTYPES = tuple(DTYPES)[:6]
 _MAX_TENSORS = 16
 _CACHE_LINE = 64
 _MANY_ROWS = 64
+_WHOLE_PANEL_ROWS = 128  # with more rows, vector units may read a panel of B as a whole
 _LONG_ROW_BYTES = 4096  # of a K block of A, for AMX, where the L2 does not hold whole rows
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
@@ -248,10 +249,9 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
     """Return the values of every axis besides the micro-tile, most promising first; the first axis varies slowest."""
     several_tiles, by_blocks = problem.m > mr, template != "packed"
     illegal = _illegal_pack_a(problem, unit)
-    many_rows, amx = problem.m > _MANY_ROWS, unit.isa == "amx"
-    modes = (("rows", "none") if many_rows and not amx else ("none", "rows")) + ("panels",)
+    amx, modes = unit.isa == "amx", ("none", "rows", "panels")
     return {
-        "kc": _k_blocks(problem, unit, template, several_tiles),
+        "kc": _k_blocks(problem, target, unit, template, nr, several_tiles),
         "grid": [f"{tm}x{tn}x{tk}" for tm, tn, tk in _grids(problem, target.threads, nr, template)],
         "pack_a": [mode for mode in modes if mode not in illegal and (mode != "panels" or template != "dot")],
         "prefetch": _prefetches(problem, unit, template, nr, several_tiles),
@@ -298,12 +298,13 @@ def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
     return sorted(allowed, key=cost)[:4]
 
 
-def _k_blocks(problem: Problem, unit: Unit, template: str, several_tiles: bool) -> list[int]:
+def _k_blocks(problem: Problem, target: Target, unit: Unit, template: str, nr: int, several_tiles: bool) -> list[int]:
     """Return the numbers of K elements in a block, most promising first; 0 is all of K.
 
     Where several row tiles pass over a packed panel, a block of it that stays in the L1 or L2 meanwhile was up to 25%
-    faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). With AMX
-    it was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is fastest when
+    faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). A panel
+    of which the L2 holds two was up to 10% faster as a whole, from M = 192 on (``fp32-order-20261126.txt``). With AMX
+    a block was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is fastest when
     the L1 holds it: with AMX at M = 16, int8 weights took 4 to 20% longer with blocks of 1024 than of 512, int4 weights
     20% longer with blocks of 512 than of 256; at M = 256, 1024 was the fastest.
     """
@@ -315,11 +316,22 @@ def _k_blocks(problem: Problem, unit: Unit, template: str, several_tiles: bool) 
         sizes = sizes or [512]
     else:
         blocks = [size for size in (512, 1024) if several_tiles and size < problem.k]
-        sizes = _k_blocks_for_tiles(problem, unit, blocks) if unit.isa == "amx" else [*blocks, 0]
+        panel = Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
+        if unit.isa == "amx":
+            sizes = _k_blocks_for_tiles(problem, unit, blocks)
+        elif problem.m > _WHOLE_PANEL_ROWS and 2 * panel <= _l2_bytes(target):
+            sizes = [0, *blocks]
+        else:
+            sizes = [*blocks, 0]
     group = problem.b.quant.group if problem.b.quant is not None else None
     if group is None or group >= problem.k:
         return sizes
     return [size for size in sizes if size == 0 or size % group == 0 or group % size == 0] or [group]
+
+
+def _l2_bytes(target: Target) -> int:
+    """Return the bytes of a core's L2 cache; 0 where they are not known."""
+    return target.caches[1] if len(target.caches) > 1 else 0
 
 
 def _k_blocks_for_tiles(problem: Problem, unit: Unit, blocks: list[int]) -> list[int]:
@@ -364,14 +376,16 @@ def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, several_ti
     Timed by hand on a Xeon with AMX. Vector units read a panel whose rows are longer than a cache line up to a third
     slower with distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer distances. The
     cause is not known; it may be the L2's prefetcher, which stays within a page. AMX was up to 10% faster with the
-    longer distances, whatever the rows' length.
+    longer distances, whatever the rows' length. From M = 192 on, fp32 with AVX512 took up to 11% less time with a
+    distance than with the next block (``fp32-order-20261126.txt``).
     """
     if template == "raw":
         return [0]
     if template == "dot":
         return [1024, 0, 3072]
     if several_tiles:
-        return [-1, 3072, 8192]
+        by_distance = unit.isa != "amx" and template == "packed" and problem.m > _WHOLE_PANEL_ROWS
+        return [3072, -1, 8192] if by_distance else [-1, 3072, 8192]
     if unit.isa == "amx":
         return [16384, 8192, 3072]
     row_bytes = Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, 1)
