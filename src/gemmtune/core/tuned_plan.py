@@ -94,11 +94,11 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def regret(self, m: int, packing: str = "") -> float | None:
         """Return by how much the serving kernel's time exceeds the least time of any kernel in the same layout at a
-        measured M, as a share of the latter (0.0: it is the fastest). Kernels that cannot serve do not count. None
-        where nothing was measured."""
+        measured M, as a share of the latter (0.0: it is the fastest). Times are those in the surroundings where each
+        kernel is slowest. Kernels that cannot serve do not count. None where nothing was measured."""
         serving = self.serving(m, packing)
         able = [kernel for kernel in self.kernels if (kernel.packing or "") == packing and not kernel.reason]
-        times = [kernel.times[m] for kernel in able if m in kernel.times]
+        times = [kernel.times[m] * kernel.surcharge for kernel in able if m in kernel.times]
         if serving is None or m not in serving.times or not times:
             return None
-        return serving.times[m] / min(times) - 1.0
+        return serving.times[m] * serving.surcharge / min(times) - 1.0

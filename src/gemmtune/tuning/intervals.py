@@ -36,8 +36,7 @@ class Curves:
     times: seconds by kernel id and M. steps: by kernel id, the rows of its output tile (its
     time has a step at each multiple of them); 1 where they are not known. plain: id of ATen's plain op, which may serve
     any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
-    surcharges: by kernel id, the factor on its times for a comparison with ATen's plain op (``PlanKernel.surcharge``).
-    overhead_s: what is added for that comparison (``TunedPlan.overhead_s``).
+    overhead_s: what is added to a kernel's time for the comparison with ATen's plain op (``TunedPlan.overhead_s``).
     """
 
     first: int
@@ -47,7 +46,6 @@ class Curves:
     steps: Mapping[str, int] = field(default_factory=dict)
     counts: Mapping[int, int] = field(default_factory=dict)
     noise: Mapping[int, float] = field(default_factory=dict)
-    surcharges: Mapping[str, float] = field(default_factory=dict)
     overhead_s: float = 0.0
 
     @cached_property
@@ -59,7 +57,7 @@ class Curves:
     def _usable(self) -> dict[str, dict[int, float]]:
         """The times without those at which ATen's plain op should serve instead."""
         return {
-            name: {m: s for m, s in times.items() if name == self.plain or self._beats_plain(name, m, s)}
+            name: {m: s for m, s in times.items() if name == self.plain or self._beats_plain(m, s)}
             for name, times in self.times.items()
         }
 
@@ -68,10 +66,9 @@ class Curves:
         """The least usable time by M."""
         return least_times(self._usable.values())
 
-    def _beats_plain(self, name: str, m: int, seconds: float) -> bool:
+    def _beats_plain(self, m: int, seconds: float) -> bool:
         plain_s = self.times[self.plain].get(m, math.inf) if self.plain else math.inf
-        served_s = seconds * self.surcharges.get(name, 1.0) + self.overhead_s
-        return served_s <= (1.0 - max(MARGIN, self._tolerance(m))) * plain_s
+        return seconds + self.overhead_s <= (1.0 - max(MARGIN, self._tolerance(m))) * plain_s
 
     def usable(self, name: str, m: int) -> float:
         """Return the seconds of a kernel at a measured M; infinite where ATen's plain op should serve instead."""

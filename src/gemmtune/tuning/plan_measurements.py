@@ -73,16 +73,17 @@ class Measurements:
         }
 
     def curves(self, packing: str) -> Curves:
-        """Return the times of a layout's kernels."""
+        """Return the times of a layout's kernels, in the surroundings where each is slowest (``PoolKernel.surcharge``)."""
         names = [name for name, kernel in self.pool.items() if (kernel.packing or "") == packing]
-        times = {name: self.times[name] for name in names if self.times[name]}
+        times = {
+            name: {m: seconds * self.pool[name].surcharge for m, seconds in self.times[name].items()}
+            for name in names if self.times[name]
+        }  # fmt: skip
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
-        surcharges = {name: self.pool[name].surcharge for name in names}
         return Curves(
-            self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, surcharges,
-            self._overhead_s,
-        )  # fmt: skip
+            self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s
+        )
 
     def serving(self, curves: Curves) -> dict[int, str]:
         """Return the id of the kernel that serves each measured M."""
