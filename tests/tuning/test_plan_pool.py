@@ -9,6 +9,7 @@ import pytest
 
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
+from gemmtune.core.tuned_plan import surcharge_at
 from gemmtune.tuning.plan_pool import (
     LAYOUT_WITHIN,
     MAX_PER_DECISION,
@@ -17,6 +18,7 @@ from gemmtune.tuning.plan_pool import (
     kernel_pool,
     nearest_sizes,
     served_pool,
+    surcharges_of,
 )
 from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
 
@@ -132,21 +134,27 @@ def test_plain_op_is_atens_fastest_formulation_on_the_raw_weight() -> None:
 # --- paired tests
 
 
-def test_surcharge_is_the_slowest_surrounding_of_all_paired_tests() -> None:
-    decisions = [
-        msgspec.structs.replace(
-            decision, layouts={"": LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {"between": worst})}
-        )
-        for decision, worst in zip(decisions_at([SMALL, LARGE], (8, 48)), (0.6, 0.55), strict=True)
+def layout_test(ratio: float, worst: float, candidate: str = SMALL.id) -> LayoutDecision:
+    return LayoutDecision("winner", candidate, PLAIN.id, ratio, 0.9 * ratio, 1.1 * ratio, {"between": worst})
+
+
+def test_surcharge_is_that_of_the_slowest_surrounding_at_each_m() -> None:
+    tests = [
+        {"": layout_test(0.5, 0.6), "p": layout_test(0.4, 0.6), "q": layout_test(0.5, 0.5)},
+        {"": layout_test(0.5, 0.4), "q": layout_test(0.8, 1.0)},
+        {"": layout_test(1.0, 1.0, PLAIN.id)},  # ATen's own kernel was not compared with itself
     ]
-    surcharges = {kernel.id: kernel.surcharge for kernel in kernel_pool(decisions)}
-    assert surcharges == {PLAIN.id: 1.0, SMALL.id: 1.2, LARGE.id: 1.2}  # untested kernels: the median of the layout's
-
-
-def test_kernel_that_no_surrounding_slows_has_no_surcharge() -> None:
-    test = LayoutDecision("winner", SMALL.id, PLAIN.id, 0.5, 0.4, 0.6, {"between": 0.4})
-    decisions = [msgspec.structs.replace(decision, layouts={"": test}) for decision in decisions_at([SMALL], (8,))]
-    assert [kernel.surcharge for kernel in kernel_pool(decisions)] == [1.0, 1.0]
+    decisions = [
+        msgspec.structs.replace(decision, layouts=layouts)
+        for decision, layouts in zip(decisions_at([SMALL, LARGE], (8, 48, 192)), tests, strict=True)
+    ]
+    surcharges = surcharges_of(decisions)
+    assert surcharges == {
+        "raw": {8: pytest.approx(1.2), 48: 1.0},
+        "packed": {8: pytest.approx(1.5), 48: pytest.approx(1.25)},
+    }
+    assert [surcharge_at(surcharges, "r", m) for m in (1, 19, 20, 512)] == pytest.approx([1.5, 1.5, 1.25, 1.25])
+    assert surcharge_at({}, "r", 8) == 1.0
 
 
 @pytest.mark.parametrize(("m", "expected"), [

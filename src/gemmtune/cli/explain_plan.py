@@ -8,6 +8,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from ..core.problem import Problem
+from ..core.tuned_plan import PACKED, RAW
 from ..core.workloads import dtype_name, weight_label
 from ..report.plan_rows import (
     ATEN,
@@ -99,6 +100,8 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
         out.print(f"{layout_name(summary.packing)}: worst regret {regret_text(summary.regret)}", style="bold")
         out.print(f"served by M: {intervals_text(plan, summary.packing, names)}", soft_wrap=True)
         out.print(_times_table(plan, summary.packing, names))
+        if slower := _surcharges_text(plan, summary.packing):
+            out.print(slower, soft_wrap=True)
         for kernel in serving_kernels(plan, summary.packing):
             out.print(f"{names[kernel.id]:<4}  {_kernel_text(kernel, plan)}", soft_wrap=True)
     _show_other_kernels(plan, out, names)
@@ -126,6 +129,14 @@ def _kernel_text(kernel: PlanKernel, plan: TunedPlan) -> str:
     is_expected = plan.tuned and kernel.tuned_m not in plan.tuned
     source = "expected by its backend to be fast" if is_expected else "from the decision"
     return f"{kernel.id}: {source} at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
+
+
+def _surcharges_text(plan: TunedPlan, packing: str) -> str:
+    """Return by how much the kernels of a layout are slower beside ATen's among other work than in the table, at the M
+    of the decisions; empty where they are not."""
+    by_m = plan.surcharges.get(PACKED if packing else RAW, {})
+    slower = [f"{factor:.2f}x at M = {m}" for m, factor in sorted(by_m.items()) if factor >= 1.005]
+    return f"among other work kernels take longer than these times: {', '.join(slower)}" if slower else ""
 
 
 def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Table:

@@ -5,12 +5,23 @@ A Decision holds for one M. A TunedPlan divides a range of M into intervals, eac
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
+from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from .decision import Verdict
+
+RAW, PACKED = "raw", "packed"  # forms of a weight
+
+
+def surcharge_at(surcharges: Mapping[str, Mapping[int, float]], packing: str, m: int) -> float:
+    """Return the surcharge (``TunedPlan.surcharges``) of a layout ("" = unpacked) at M: that of the nearest M by ratio
+    that has one; 1.0 where none has."""
+    by_m = surcharges.get(PACKED if packing else RAW, {})
+    return by_m[min(by_m, key=lambda tuned: abs(math.log(tuned / m)))] if by_m else 1.0
 
 
 class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -19,11 +30,10 @@ class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     candidate: ``Candidate.to_dict()``. tuned_m: the kernel is loaded for the Problem with this M. It is that of the
     Decision that the candidate comes from; without one, an M at which its backend expected it to be fast. packing: the
     layout in which the kernel takes its weight; None: unpacked. overlap: as ``LayoutDecision.overlap``. times: seconds
-    per call by M, comparable between the kernels of one M. surcharge: the factor on its times in the surroundings of a
-    paired test where it was slowest (between other kernels, with operands in the cache or not); 1.0: none was slower
-    than the timing. verified: the values of M at which its results were compared with the oracle, ascending. verdict:
-    the result of all these comparisons; None for a kernel that was not verified, which no interval may name. reason:
-    why it cannot serve at all; "" if it can.
+    per call by M, comparable between the kernels of one M. surcharge: a factor on its times by which older plans have
+    what ``TunedPlan.surcharges`` has since. verified: the values of M at which its results were compared with the
+    oracle, ascending. verdict: the result of all these comparisons; None for a kernel that was not verified, which no
+    interval may name. reason: why it cannot serve at all; "" if it can.
     """
 
     candidate: dict[str, Any]
@@ -50,15 +60,17 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of tuning one weight over a range of M on one Target.
 
     plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them. first,
-    last: the range of M. tuned: the M of the Decisions. intervals: by layout ("" =
-    unpacked), ascending and without gaps from ``first`` to ``last``. kernels: every kernel that was timed, ATen's among
-    them. noise: by M, the half width of the 95% interval of a kernel's time there, relative to the time. bound: the
-    regret that the choice of kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed
-    there). counts: the calls by M that were recorded, which weigh more; empty when none were. seconds: the time that
-    tuning took, without that of the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call
-    of plain PyTorch, which the times do not contain. config_key: the name of the ``config_key`` whose keys divided the
-    range; "": the intervals were found by measurements. With a name, an interval is a run of M with one key, ``bound``
-    does not hold, and ``tuned`` are the M that represent the keys, of those that were decided.
+    last: the range of M. tuned: the M of the Decisions. intervals: by layout ("" = unpacked), ascending and without
+    gaps from ``first`` to ``last``. kernels: every kernel that was timed, ATen's among them. noise: by M, the half
+    width of the 95% interval of a kernel's time there, relative to the time. bound: the regret that the choice of
+    kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls
+    by M that were recorded, which weigh more; empty when none were. seconds: the time that tuning took, without that of
+    the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call of plain PyTorch, which the
+    times do not contain. surcharges: by form of the weight (``RAW`` or ``PACKED``) and M of a Decision, the factor on
+    the times of gemmtune's kernels in the surroundings of the Decision's paired tests where they were slowest beside
+    ATen's (between other kernels, with operands in the cache or not). config_key: the name of the ``config_key`` whose
+    keys divided the range; "": the intervals were found by measurements. With a name, an interval is a run of M with
+    one key, ``bound`` does not hold, and ``tuned`` are the M that represent the keys, of those that were decided.
     """
 
     plan_key: str
@@ -78,6 +90,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     tuned: tuple[int, ...] = ()
     overhead_s: float = 0.0
     config_key: str = ""
+    surcharges: dict[str, dict[int, float]] = {}
 
     def find(self, kernel_id: str) -> PlanKernel | None:
         """Return a kernel by its id; None when there is none."""
@@ -94,11 +107,11 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     def regret(self, m: int, packing: str = "") -> float | None:
         """Return by how much the serving kernel's time exceeds the least time of any kernel in the same layout at a
-        measured M, as a share of the latter (0.0: it is the fastest). Times are those in the surroundings where each
-        kernel is slowest. Kernels that cannot serve do not count. None where nothing was measured."""
+        measured M, as a share of the latter (0.0: it is the fastest). Kernels that cannot serve do not count. None
+        where nothing was measured."""
         serving = self.serving(m, packing)
         able = [kernel for kernel in self.kernels if (kernel.packing or "") == packing and not kernel.reason]
-        times = [kernel.times[m] * kernel.surcharge for kernel in able if m in kernel.times]
+        times = [kernel.times[m] for kernel in able if m in kernel.times]
         if serving is None or m not in serving.times or not times:
             return None
-        return serving.times[m] * serving.surcharge / min(times) - 1.0
+        return serving.times[m] / min(times) - 1.0

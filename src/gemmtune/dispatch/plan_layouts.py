@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ..core.plan_times import least_times
+from ..core.tuned_plan import surcharge_at
 from .portfolio import WORTHWHILE, is_fallback_template
 
 if TYPE_CHECKING:
@@ -71,7 +72,8 @@ def shares_of(tuned: TunedPlan, packing: str, faulty: Collection[str] = ()) -> d
         kernel = tuned.serving(m, packing)
         if kernel is not None and m in kernel.times:
             is_reference = packing == "" and is_fallback_template(kernel.candidate)
-            served_s = kernel.times[m] * kernel.surcharge + (0.0 if is_reference else tuned.overhead_s)
+            slower = kernel.surcharge * surcharge_at(tuned.surcharges, packing, m)
+            served_s = kernel.times[m] if is_reference else kernel.times[m] * slower + tuned.overhead_s
             shares[m] = served_s / seconds
     return shares
 

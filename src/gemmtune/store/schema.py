@@ -13,7 +13,7 @@ from ..core.decision import Decision, Verdict
 from ..core.epilogue import Axis, Kind
 from ..core.problem import Order, Problem
 from ..core.target import Target
-from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
+from ..core.tuned_plan import PACKED, RAW, PlanInterval, PlanKernel, TunedPlan
 
 # MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (
@@ -271,6 +271,7 @@ def check_plan(plan: TunedPlan) -> None:
     _check_plan_problem(plan)
     for kernel in plan.kernels:
         _check_kernel(kernel)
+    _check_surcharges(plan)
     _check_intervals(plan)
     for name, shares in (("noise", plan.noise), ("bound", {plan.first: plan.bound})):
         if not all(m >= 1 and 0.0 <= share < math.inf for m, share in shares.items()):
@@ -285,6 +286,13 @@ def _check_plan_problem(plan: TunedPlan) -> None:
     problem = decode_problem(plan.problem)
     if problem.plan_key != plan.plan_key:
         raise ValueError(f"plan_key is {plan.plan_key!r}, but the problem's own plan key is {problem.plan_key!r}")
+
+
+def _check_surcharges(plan: TunedPlan) -> None:
+    """Raise ValueError unless the surcharges are factors of 1 or more by form of the weight and M."""
+    for form, by_m in plan.surcharges.items():
+        if form not in (RAW, PACKED) or not all(m >= 1 and 1.0 <= value < math.inf for m, value in by_m.items()):
+            raise ValueError(f"the surcharges of {form!r} weights are not finite factors of 1 or more by M: {by_m}")
 
 
 def _check_kernel(kernel: PlanKernel) -> None:

@@ -8,7 +8,7 @@ from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from ..core.plan_times import least_times
-from ..core.tuned_plan import PlanInterval
+from ..core.tuned_plan import PlanInterval, surcharge_at
 from ..dispatch.plan_layouts import NO_SLOWER
 from . import intervals
 from .intervals import Curves
@@ -26,11 +26,19 @@ class Measurements:
     """The measurements of one weight's kernels.
 
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
-    id. overhead_s: as for ``TunedPlan``. times: seconds by id and M. noise: by M, of the times there. timed_often: how
-    often a kernel was timed at an M. out: the kernels that cannot serve, with the reason.
+    id. overhead_s, surcharges: as for ``TunedPlan``. times: seconds by id and M. noise: by M, of the times there.
+    timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the reason.
     """
 
-    def __init__(self, sizes: SizeRange, counts: Mapping[int, int], bound: float, overhead_s: float = 0.0) -> None:
+    def __init__(
+        self,
+        sizes: SizeRange,
+        counts: Mapping[int, int],
+        bound: float,
+        overhead_s: float = 0.0,
+        surcharges: Mapping[str, Mapping[int, float]] = {},
+    ) -> None:
+        self.surcharges = surcharges
         self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s
         self.pool: dict[str, PoolKernel] = {}
         self.times: dict[str, dict[int, float]] = {}
@@ -73,12 +81,14 @@ class Measurements:
         }
 
     def curves(self, packing: str) -> Curves:
-        """Return the times of a layout's kernels, in the surroundings where each is slowest (``PoolKernel.surcharge``)."""
+        """Return the times of a layout's kernels in the surroundings where they are slowest beside ATen's plain op."""
         names = [name for name, kernel in self.pool.items() if (kernel.packing or "") == packing]
+        slower = {m: surcharge_at(self.surcharges, packing, m) for name in names for m in self.times[name]}
         times = {
-            name: {m: seconds * self.pool[name].surcharge for m, seconds in self.times[name].items()}
-            for name in names if self.times[name]
-        }  # fmt: skip
+            name: {m: s if self.pool[name].is_plain else s * slower[m] for m, s in self.times[name].items()}
+            for name in names
+            if self.times[name]
+        }
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(

@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import mean
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.problem import Problem
+from ..core.tuned_plan import PACKED, RAW
 from ..dispatch.portfolio import is_fallback_template, tuned_point
 from ..verify.row_counts import tile_rows
 
@@ -25,8 +26,7 @@ class PoolKernel:
     """A candidate with the M that it is loaded for, its layout, and the M of the Decisions in which it was fast.
 
     is_plain: whether it is ATen's plain op, which may serve any M. tile_rows: the rows of its output tile; 1 where they
-    are not known. surcharge: as for ``PlanKernel``. predicted_for: the M at which its backend expects it to be fast,
-    where no Decision has it.
+    are not known. predicted_for: the M at which its backend expects it to be fast, where no Decision has it.
     """
 
     candidate: Candidate
@@ -35,7 +35,6 @@ class PoolKernel:
     overlap: bool = True
     is_plain: bool = False
     tile_rows: int = 1
-    surcharge: float = 1.0
     found_at: set[int] = field(default_factory=set)
     predicted_for: set[int] = field(default_factory=set)
 
@@ -54,8 +53,7 @@ def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> 
     M, the most often fast first.
 
     Candidates that failed at any of the M are left out, and so are those that are ``faulty`` at another M, other than
-    ATen's plain op. No kernel is compared with them. Kernels that had no paired test have the median surcharge of those
-    of their layout that had one.
+    ATen's plain op. No kernel is compared with them.
     """
     return _pool(decisions, faulty, _fast_rows)
 
@@ -76,7 +74,9 @@ def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsO
         problem = Problem.from_dict(decision.problem)
         for row in rows_of(decision, plain, {*failed, *faulty} - {plain}):
             _add(pool, row, problem.m, plain)
-    _set_surcharges(pool, decisions)
+    for layout in (layout for decision in decisions for layout in decision.layouts.values()):
+        if layout.candidate in pool:
+            pool[layout.candidate].overlap &= layout.overlap
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
 
 
@@ -101,27 +101,21 @@ def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None
     pool[row.id].found_at.add(m)
 
 
-def _set_surcharges(pool: dict[str, PoolKernel], decisions: Sequence[Decision]) -> None:
-    """Set what the paired tests of the Decisions say of the kernels: their surcharge, and whether they overlap."""
-    surcharges: dict[str, float] = {}
-    for layout in (layout for decision in decisions for layout in decision.layouts.values()):
-        if layout.candidate in pool:
-            worst = max(1.0, layout.worst_ratio / layout.ratio)
-            surcharges[layout.candidate] = max(worst, surcharges.get(layout.candidate, 1.0))
-            pool[layout.candidate].overlap &= layout.overlap
-    for name, surcharge in surcharges.items():
-        if not pool[name].is_plain:
-            pool[name].surcharge = surcharge
-    add_surcharges([pool[name] for name in pool if name not in surcharges], [pool[name] for name in surcharges])
+def surcharges_of(decisions: Iterable[Decision]) -> dict[str, dict[int, float]]:
+    """Return the surcharges of Decisions that differ in M only (``TunedPlan.surcharges``).
 
-
-def add_surcharges(kernels: Iterable[PoolKernel], tested: Iterable[PoolKernel]) -> None:
-    """Set the surcharge of kernels without a paired test to the median of the tested ones of their layout."""
-    tested = [other for other in tested if not other.is_plain]
-    for kernel in kernels:
-        others = [other.surcharge for other in tested if other.packing == kernel.packing]
-        if others and not kernel.is_plain:
-            kernel.surcharge = median(others)
+    At an M they are those of the layout whose test found the smallest ratio; all packed layouts share them, since they
+    follow from what the other work leaves in the cache more than from the layout.
+    """
+    found: dict[str, dict[int, float]] = {}
+    for decision in decisions:
+        for form in (RAW, PACKED):
+            tests = [test for packing, test in decision.layouts.items() if (PACKED if packing else RAW) == form]
+            test = min(tests, key=lambda test: test.ratio, default=None)
+            if test is not None and test.candidate != test.baseline:
+                slower = max(1.0, test.worst_ratio / test.ratio)
+                found.setdefault(form, {})[int(decision.problem["m"])] = slower
+    return found
 
 
 def nearest_sizes(sizes: Iterable[int], m: int) -> set[int]:

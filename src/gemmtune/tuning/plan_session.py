@@ -15,7 +15,7 @@ from ..core.decision import Verdict
 from ..core.tuned_plan import PlanInterval, TunedPlan
 from . import intervals
 from .plan_measurements import BATCH
-from .plan_pool import add_surcharges, kernel_pool, nearest_sizes
+from .plan_pool import kernel_pool, nearest_sizes
 from .predicted_kernels import expected_kernels
 from .weight_session import WeightSession
 from .worker_pool import BuildKernels
@@ -64,7 +64,6 @@ class PlanSession(WeightSession):
 
     def _add_predicted(self, build: BuildKernels | None) -> None:
         """Add kernels that are expected to be fast at other M. Those that no Decision has are built first."""
-        pool = list(self._found.pool.values())
         expected = expected_kernels(
             self._problem, self._target, self._decisions, self._sizes, self._counts, self._faulty
         )
@@ -75,7 +74,6 @@ class PlanSession(WeightSession):
         if kernels and build is not None:
             builds = build([(self._problem.with_m(k.tuned_m), k.candidate) for k in kernels], self._target)
             kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]
-        add_surcharges(kernels, pool)
         self._add(kernels)
 
     # --- timing

@@ -21,7 +21,7 @@ from ..store.base import Store
 from ..workers.contract import MeasurementWorker, WorkerLost
 from ..workers.protocol import SizedCandidate
 from .plan_measurements import BATCH, Measurements
-from .plan_pool import PoolKernel
+from .plan_pool import PoolKernel, surcharges_of
 from .sizes import SizeRange
 from .verified_sizes import sizes_to_verify
 
@@ -61,7 +61,8 @@ class WeightSession:
         self._decisions = decisions
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if devices.get(target.device).is_host else 0.0
-        self._found = Measurements(sizes, self._counts, bound, self._overhead_s)
+        self._surcharges = surcharges_of(decisions)
+        self._found = Measurements(sizes, self._counts, bound, self._overhead_s, self._surcharges)
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
         self._faulty = set(self._remembered_failures())
@@ -161,6 +162,7 @@ class WeightSession:
             tuned=self._sizes.tuned,
             config_key=self._sizes.config_key,
             overhead_s=self._overhead_s,
+            surcharges=self._surcharges,
             noise=self._found.noise,
             bound=self._bound,
             counts=self._counts,
@@ -178,5 +180,5 @@ class WeightSession:
         times = dict(sorted(self._found.times[name].items()))
         return PlanKernel(
             kernel.candidate.to_dict(), name, kernel.tuned_m, kernel.packing, kernel.overlap, times,
-            tuple(sorted(verified)), verdict, self._found.out.get(name, ""), kernel.surcharge,
+            tuple(sorted(verified)), verdict, self._found.out.get(name, ""),
         )  # fmt: skip
