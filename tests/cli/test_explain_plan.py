@@ -66,6 +66,19 @@ def test_text_says_which_kernels_come_from_decisions(run: CommandRunner, path: P
     assert f"{LARGE.id}: expected by its backend to be fast at M = 40;" in text
 
 
+def test_text_has_by_how_much_kernels_are_slower_among_other_work(
+    run: CommandRunner, path: Path, target: Target
+) -> None:
+    slower = "among other work kernels take longer than these times: 1.25x at M = 8"
+    assert "among other work" not in run("explain", 48, *WEIGHT, path).out
+    store = open_store(path)
+    store.put_plan(target, replace(make_plan(target), surcharges={"packed": {8: 1.25, 48: 1.0}, "raw": {8: 1.0}}))
+    store.close()
+    lines = [" ".join(line.split()) for line in run("explain", 48, *WEIGHT, path).out.splitlines()]
+    assert lines.count(slower) == 1
+    assert lines.index(slower) > lines.index("served by M: 1-128: C")
+
+
 def test_text_has_what_was_verified_and_what_cannot_serve(run: CommandRunner, path: Path) -> None:
     text = " ".join(run("explain", 48, *WEIGHT, path).out.split())
     right = "from the decision at M = 1; right at 7 M from 1 to 128 (worst error 0.25 of the bound)"

@@ -75,6 +75,13 @@ def test_time_in_the_slowest_surroundings_counts() -> None:
     assert rank_layouts_of_plan(changed(plan, FAST.id, surcharge=1.5)) == [None]
     slow_raw = changed(changed(plan, FAST.id, surcharge=1.5), RAW.id, surcharge=1.3)
     assert rank_layouts_of_plan(slow_raw) == ["p:fast", None]
+    for form, factor, ranked in (
+        ("packed", 1.3, ["p:fast", None]),
+        ("packed", 1.5, [None]),
+        ("raw", 1.5, ["p:fast", None]),
+    ):
+        surcharges = {form: {8: factor}}
+        assert rank_layouts_of_plan(msgspec.structs.replace(plan, surcharges=surcharges)) == ranked
 
 
 def test_overhead_of_a_call_counts_for_kernels_and_not_for_plain_pytorch() -> None:

@@ -176,6 +176,8 @@ OTHER_FAULTS: dict[str, tuple[dict[str, Any], str]] = {
     "verified twice at one M": (kernel_with(3, verified=(8, 8)), "do not ascend"),
     "a negative noise": ({"noise": {1: -0.1}}, "noise has a value"),
     "a negative bound": ({"bound": -0.1}, "bound has a value"),
+    "a surcharge below 1": ({"surcharges": {"packed": {8: 0.9}}}, "not finite factors"),
+    "a surcharge of an unknown form": ({"surcharges": {"other": {8: 1.1}}}, "not finite factors"),
     "a negative count": ({"counts": {1: -1}}, "counts has"),
 }
 
