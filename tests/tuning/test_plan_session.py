@@ -505,6 +505,19 @@ def test_layout_far_behind_on_the_way_has_no_intervals(clock: FakeTime, store: M
     assert set(plan.intervals) == {"p:even", ""}
 
 
+def test_kernel_for_many_rows_that_is_slow_with_few_is_timed_above_its_own_m(
+    clock: FakeTime, store: MemoryStore
+) -> None:
+    many = simulated("many", lambda m: (0.6 if m > 20 else 3.0) * fastest(m))
+    plan, _ = make_plan(clock, [*SOUND, many], store, sizes=SizeRange(1, 128, (1, 8, 48)))
+    kernel = plan.find(many.id)
+    assert kernel is not None
+    assert {16, 48, 64, 128} <= set(kernel.times)
+    served = plan.serving(128)
+    assert served is not None
+    assert served.id == many.id
+
+
 def test_layouts_that_may_serve_are_measured_before_faster_ones_that_may_not(
     clock: FakeTime, store: MemoryStore
 ) -> None:

@@ -73,11 +73,16 @@ class Measurements:
 
     def far_behind(self, m: int) -> set[str]:
         """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all that may serve at the
-        largest M below ``m`` at which they were timed."""
+        largest M below ``m`` at which they were timed. Times at smaller M than those at which Decisions found a kernel
+        do not count: one for many rows may be slow there."""
         least = least_times(times for name, times in self.times.items() if name not in self.out)
         below = {name: max((size for size in times if size < m), default=0) for name, times in self.times.items()}
         return {
-            name for name, size in below.items() if size in least and self.times[name][size] > _FAR_BEHIND * least[size]
+            name
+            for name, size in below.items()
+            if size in least
+            and size >= max(self.pool[name].found_at, default=0)
+            and self.times[name][size] > _FAR_BEHIND * least[size]
         }
 
     def curves(self, packing: str) -> Curves:

@@ -106,8 +106,8 @@ class PlanSession(WeightSession):
 
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of
-        ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest M that are not far behind at the next
-        smaller M.
+        ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest M that are not far behind at a
+        smaller M, not below their Decision's.
 
         Layouts are compared over the whole range, so that each of them needs a kernel at every M.
         """
@@ -118,7 +118,7 @@ class PlanSession(WeightSession):
             for name, kernel in pool.items()
             if kernel.is_plain
             or any(max(m, size) <= _NEAR_EXPECTED * min(m, size) for size in kernel.predicted_for)
-            or (kernel.found_at & near[kernel.packing] and not (name in behind and max(kernel.found_at) < m))
+            or (kernel.found_at & near[kernel.packing] and name not in behind)
         ]
 
     def _refine(self) -> str:
