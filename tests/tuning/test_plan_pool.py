@@ -9,7 +9,7 @@ import pytest
 
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Verdict
-from gemmtune.core.tuned_plan import surcharge_at
+from gemmtune.core.plan_times import surcharge_at
 from gemmtune.tuning.plan_pool import (
     LAYOUT_WITHIN,
     MAX_PER_DECISION,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from ..core.plan_times import PACKED, RAW
 from ..core.problem import Problem
-from ..core.tuned_plan import PACKED, RAW
 from ..core.workloads import dtype_name, weight_label
 from ..report.plan_rows import (
     ATEN,

@@ -5,23 +5,12 @@ A Decision holds for one M. A TunedPlan divides a range of M into intervals, eac
 
 from __future__ import annotations
 
-import math
 from bisect import bisect_right
-from collections.abc import Mapping
 from typing import Any
 
 import msgspec
 
 from .decision import Verdict
-
-RAW, PACKED = "raw", "packed"  # forms of a weight
-
-
-def surcharge_at(surcharges: Mapping[str, Mapping[int, float]], packing: str, m: int) -> float:
-    """Return the surcharge (``TunedPlan.surcharges``) of a layout ("" = unpacked) at M: that of the nearest M by ratio
-    that has one; 1.0 where none has."""
-    by_m = surcharges.get(PACKED if packing else RAW, {})
-    return by_m[min(by_m, key=lambda tuned: abs(math.log(tuned / m)))] if by_m else 1.0
 
 
 class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -66,7 +55,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls
     by M that were recorded, which weigh more; empty when none were. seconds: the time that tuning took, without that of
     the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call of plain PyTorch, which the
-    times do not contain. surcharges: by form of the weight (``RAW`` or ``PACKED``) and M of a Decision, the factor on
+    times do not contain. surcharges: by form of the weight ("raw" or "packed") and M of a Decision, the factor on
     the times of gemmtune's kernels in the surroundings of the Decision's paired tests where they were slowest beside
     ATen's (between other kernels, with operands in the cache or not). config_key: the name of the ``config_key`` whose
     keys divided the range; "": the intervals were found by measurements. With a name, an interval is a run of M with

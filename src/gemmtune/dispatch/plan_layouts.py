@@ -6,8 +6,7 @@ import math
 from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ..core.plan_times import least_times
-from ..core.tuned_plan import surcharge_at
+from ..core.plan_times import least_times, surcharge_at
 from .portfolio import WORTHWHILE, is_fallback_template
 
 if TYPE_CHECKING:

@@ -11,9 +11,10 @@ import msgspec
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Verdict
 from ..core.epilogue import Axis, Kind
+from ..core.plan_times import PACKED, RAW
 from ..core.problem import Order, Problem
 from ..core.target import Target
-from ..core.tuned_plan import PACKED, RAW, PlanInterval, PlanKernel, TunedPlan
+from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 
 # MIGRATIONS[i] converts a store from version i to i + 1. A released entry is never edited: changes need a new entry.
 MIGRATIONS: tuple[tuple[str, ...], ...] = (

@@ -7,8 +7,8 @@ import math
 from bisect import bisect_left
 from collections.abc import Collection, Iterable, Mapping, Sequence
 
-from ..core.plan_times import least_times
-from ..core.tuned_plan import PlanInterval, surcharge_at
+from ..core.plan_times import least_times, surcharge_at
+from ..core.tuned_plan import PlanInterval
 from ..dispatch.plan_layouts import NO_SLOWER
 from . import intervals
 from .intervals import Curves

@@ -9,8 +9,8 @@ from statistics import mean
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
+from ..core.plan_times import PACKED, RAW
 from ..core.problem import Problem
-from ..core.tuned_plan import PACKED, RAW
 from ..dispatch.portfolio import is_fallback_template, tuned_point
 from ..verify.row_counts import tile_rows
 
