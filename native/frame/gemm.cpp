@@ -104,7 +104,7 @@ struct Gemm::Scratch {
   float* sums;         // [segments, rows] sums of A
   int32_t* compensation;  // of raw B, for each column of the panels in [jc, jc_end)
   int64_t packed_batch = -1, packed_row = -1, packed_rows = -1, packed_k = -1;  // the part of A that `a` holds
-  uint32_t tile_state = 0;  // of the micro-kernels (TileArgs)
+  uint32_t tile_state = 0;  // TileArgs::tile_state of this thread
 };
 
 // One thread's unit of work: rows [m0, m1), panels [p0, p1) and k in [k0, k1), which is slice `slice` of split-K.
@@ -220,7 +220,7 @@ void Gemm::run(const Call& call) const {
     scratch.a = memory;
     for (int64_t i = thread; memory != nullptr && i < tasks; i = team == 1 ? i + 1 : next.fetch_add(1))
       run_task(call, make_task(i), scratch, partial);
-    if (isa_.end_task != nullptr) isa_.end_task();
+    if (isa_.release != nullptr) isa_.release();
   };
   if (threads == 1) {
     run_tasks(0, 1);

@@ -62,7 +62,7 @@ struct TileArgs {
   const char* out;       // the tile's first element in the output, which is written after the call, or null
   int64_t out_stride;    // bytes between rows of the output
   int64_t out_bytes;     // of a row of the tile in the output
-  uint32_t* tile_state;  // AMX: how the tile registers are configured; 0 before the first call of a task
+  uint32_t* tile_state;  // AMX: the configuration of the tile registers, which the calls of one thread share; 0: none yet
 };
 
 using TileKernel = void (*)(const TileArgs&);
@@ -159,7 +159,7 @@ struct IsaOps {
   void (*epilogue)(const EpilogueArgs&);
   void (*pack_a)(const PackAArgs&);
   void (*row_sums)(const PackAArgs&, int64_t quant_group, float* sums, int64_t sums_stride);
-  void (*end_task)();  // ends what micro-kernels keep from call to call of a task; null: nothing
+  void (*release)();  // called by each thread after its last tile: releases what tile_state describes; null: nothing to release
 };
 
 }  // namespace gemmtune

@@ -21,8 +21,8 @@ struct alignas(64) TileConfig {
   uint8_t rows[16] = {};
 };
 
-// Set the shapes of the tile registers: 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B. They keep them until the
-// task ends: configuring them takes longer than a product of two tiles.
+// Set the shapes of the tile registers: 0-3 hold C (row tile i, column tile j: 2 i + j), 4-5 A, 6-7 B. They keep them until
+// release_tiles: configured at each tile of C, a product with K = 768 took 4 to 12% longer. state: as TileArgs::tile_state.
 void configure_tiles(uint32_t* state, int rows, int groups) {
   const uint32_t wanted = static_cast<uint32_t>(rows) << 8 | static_cast<uint32_t>(groups);
   if (*state == wanted) return;
@@ -48,8 +48,8 @@ enum class TileProduct { bf16, s8s8, u8s8 };
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
-// Prefetch the rows of the output that this tile is stored to, two rows for each chunk: so many cache misses at once would keep
-// the loads of A and B waiting, and so would those of the stores.
+// Prefetch two rows of the output that this tile is stored to. They are spread over the chunks because many cache misses at once
+// would delay the loads of A and B; stores to rows that are not in the cache would delay them, too.
 template <int MR>
 inline void prefetch_output(const TileArgs& t, int64_t chunk) {
   for (int64_t row = 2 * chunk; row < 2 * chunk + 2 && row < MR; ++row)

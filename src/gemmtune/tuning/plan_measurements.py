@@ -35,8 +35,8 @@ class Measurements:
         sizes: SizeRange,
         counts: Mapping[int, int],
         bound: float,
-        overhead_s: float = 0.0,
-        surcharges: Mapping[str, Mapping[int, float]] = {},
+        overhead_s: float,
+        surcharges: dict[str, dict[int, float]],
     ) -> None:
         self.surcharges = surcharges
         self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s

@@ -26,7 +26,7 @@ class PoolKernel:
     """A candidate with the M that it is loaded for, its layout, and the M of the Decisions in which it was fast.
 
     is_plain: whether it is ATen's plain op, which may serve any M. tile_rows: the rows of its output tile; 1 where they
-    are not known. predicted_for: the M at which its backend expects it to be fast, where no Decision has it.
+    are not known. predicted_for: M without a Decision at which its backend expects it to be fast.
     """
 
     candidate: Candidate

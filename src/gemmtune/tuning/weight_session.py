@@ -61,8 +61,7 @@ class WeightSession:
         self._decisions = decisions
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if devices.get(target.device).is_host else 0.0
-        self._surcharges = surcharges_of(decisions)
-        self._found = Measurements(sizes, self._counts, bound, self._overhead_s, self._surcharges)
+        self._found = Measurements(sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions))
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
         self._faulty = set(self._remembered_failures())
@@ -162,7 +161,7 @@ class WeightSession:
             tuned=self._sizes.tuned,
             config_key=self._sizes.config_key,
             overhead_s=self._overhead_s,
-            surcharges=self._surcharges,
+            surcharges=self._found.surcharges,
             noise=self._found.noise,
             bound=self._bound,
             counts=self._counts,

@@ -303,10 +303,11 @@ def _k_blocks(problem: Problem, target: Target, unit: Unit, template: str, nr: i
 
     Where several row tiles pass over a packed panel, a block of it that stays in the L1 or L2 meanwhile was up to 25%
     faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). A panel
-    of which the L2 holds two was up to 10% faster as a whole, from M = 192 on (``fp32-order-20261126.txt``). With AMX a
-    block was up to 20% faster at M = 64 and 10% slower at 256. An expanded block that few row tiles read is fastest
-    when the L1 holds it: with AMX at M = 16, int8 weights took 4 to 20% longer with blocks of 1024 than of 512, int4
-    weights 20% longer with blocks of 512 than of 256; at M = 256, 1024 was the fastest.
+    of which the L2 holds two was up to 10% faster as a whole, prefetched by a distance, from M = 192 on
+    (``fp32-order-20261126.txt``). With AMX a block was up to 20% faster at M = 64 and 10% slower at 256. An expanded
+    block that few row tiles read is fastest when the L1 holds it: with AMX at M = 16, int8 weights took 4 to 20% longer
+    with blocks of 1024 than of 512, int4 weights 20% longer with blocks of 512 than of 256; at M = 256, 1024 was the
+    fastest.
     """
     if template == "dot":
         return [0] + [size for size in (1024, 512, 2048) if several_tiles and size < problem.k]
@@ -376,8 +377,8 @@ def _prefetches(problem: Problem, unit: Unit, template: str, nr: int, several_ti
     Timed by hand on a Xeon with AMX. Vector units read a panel whose rows are longer than a cache line up to a third
     slower with distances of a page (4 KiB) and more; panels of shorter rows were fastest with the longer distances. The
     cause is not known; it may be the L2's prefetcher, which stays within a page. AMX was up to 10% faster with the
-    longer distances, whatever the rows' length. From M = 192 on, fp32 with AVX512 took up to 11% less time with a
-    distance than with the next block (``fp32-order-20261126.txt``).
+    longer distances, whatever the rows' length. From M = 192 on, whole panels are prefetched by a distance
+    (``_k_blocks``).
     """
     if template == "raw":
         return [0]
