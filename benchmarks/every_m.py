@@ -439,7 +439,8 @@ class Tuned:
     seconds: float
 
     def facts(self, layout: str | None) -> Row:
-        """Return what the table and the raw data say of the tuning of a weight that serves in ``layout``."""
+        """Return what the table and the raw data say of the tuning of a weight that serves in ``layout``; ``plan_us``
+        are the times by which the plan was made."""
         intervals = () if self.plan is None else self.plan.intervals.get(layout or "", ())
         return {
             "tuning_s": self.seconds, "first": self.sizes.first, "last": self.sizes.last, "layout": layout,
@@ -450,6 +451,11 @@ class Tuned:
             "stopped": None if self.plan is None else self.plan.stopped,
             "outcomes": {int(decision.problem["m"]): decision.outcome for decision in self.decisions},
             "plan": [(interval.first, interval.last, interval.kernel) for interval in intervals],
+            "plan_us": {} if self.plan is None else {
+                kernel.id: {m: round(1e6 * seconds, 3) for m, seconds in kernel.times.items()}
+                for kernel in self.plan.kernels
+            },
+            "noise": {} if self.plan is None else {m: round(noise, 4) for m, noise in self.plan.noise.items()},
         }  # fmt: skip
 
 

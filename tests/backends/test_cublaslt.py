@@ -40,8 +40,10 @@ def blas(monkeypatch: pytest.MonkeyPatch) -> FakeBlas:
     return library_
 
 
-def load(problem: Problem, rank: int = 0) -> Kernel:
-    return BACKEND.load(Artifact(Candidate.make("cublaslt", "ranked", rank=rank), ""), problem)
+def load(problem: Problem, rank: int = 0, m: int | None = None) -> Kernel:
+    """Return the kernel of the algorithm at a rank for ``m`` rows, the problem's own M by default."""
+    candidate = Candidate.make("cublaslt", "ranked", m=m or problem.m, rank=rank)
+    return BACKEND.load(Artifact(candidate, ""), problem)
 
 
 def check(problem: Problem, kernel: Kernel, seed: int = 0) -> None:
@@ -57,7 +59,9 @@ def check(problem: Problem, kernel: Kernel, seed: int = 0) -> None:
 
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "fp8"])
 def test_candidates_are_listed_in_the_order_of_their_ranks(dtype: str) -> None:
-    assert [candidate["rank"] for candidate in legal_candidates(BACKEND, PROBLEM_OF_DTYPE[dtype])] == list(range(8))
+    problem = PROBLEM_OF_DTYPE[dtype].with_m(40)
+    listed = [(candidate["m"], candidate["rank"]) for candidate in legal_candidates(BACKEND, problem)]
+    assert listed == [(40, rank) for rank in range(8)]
 
 
 @pytest.mark.parametrize(
@@ -205,14 +209,15 @@ def test_kernel_serves_other_m_with_a_supported_algorithm(blas: FakeBlas) -> Non
     assert {number for number, _ in blas.launches} == {0, 1}
 
 
-def test_rank_0_is_asked_for_the_m_of_each_call(blas: FakeBlas) -> None:
-    """The library ranks another algorithm first for another M, whether or not it supports that of the Problem's M."""
-    kernel = load(PROBLEMS["bf16"], 0)
+def test_the_library_is_asked_for_the_m_of_the_candidate(blas: FakeBlas) -> None:
+    """The algorithm that is ranked for 9 rows serves 9 rows, whatever the Problem's M is."""
+    blas.single_m_algorithms = {1}
+    kernel = load(PROBLEMS["bf16"], 1, m=9)
     check(PROBLEMS["bf16"].with_m(9), kernel)
+    assert {number for number, _ in blas.launches} == {1}
+    blas.launches = []
+    check(PROBLEMS["bf16"], kernel)
     assert {number for number, _ in blas.launches} == {0}
-    blas.first_algorithm, blas.launches = 2, []
-    check(PROBLEMS["bf16"].with_m(11), kernel)
-    assert {number for number, _ in blas.launches} == {2}
 
 
 def test_load_raises_errors_without_an_algorithm(blas: FakeBlas) -> None:
@@ -231,13 +236,13 @@ def test_load_raises_errors_without_an_algorithm(blas: FakeBlas) -> None:
 def test_run_is_repeated_in_a_thread_without_a_context(blas: FakeBlas) -> None:
     kernel = load(PROBLEMS["bf16"])
     a, b, out = torch.ones(5, 40).bfloat16(), torch.ones(24, 40).bfloat16().t(), torch.empty(5, 24).bfloat16()
-    for statuses in ([1], [0, 1]):  # of asking for the algorithm for this M, and of the product
-        blas.statuses = statuses
-        kernel.run(a, b, (), out.fill_(0))
-        assert torch.equal(out, torch.full_like(out, 40))
-        assert blas.statuses == []
-        kernel = load(PROBLEMS["bf16"])
-    kernel.run(a, b, (), out)
+    blas.statuses = [1]
+    kernel.run(a, b, (), out.fill_(0))
+    assert torch.equal(out, torch.full_like(out, 40))
+    assert blas.statuses == []
+    blas.statuses = [1]
+    assert load(PROBLEMS["bf16"], 1).workspace_bytes == 256
+    assert blas.statuses == []
     blas.statuses = [13]
     with pytest.raises(KernelError, match="multiplying: cuBLASLt says execution failed"):
         kernel.run(a, b, (), out)

@@ -35,7 +35,6 @@ class FakeBlas:
     launches: the algorithm and the stream of each product that was run.
     statuses: what the next calls return instead of running; after a 0 they run.
     single_m_algorithms: algorithms that support only the M that the heuristic was called with.
-    first_algorithm: the algorithm that the heuristic ranks first; the next numbers follow, and begin again at 0.
     descriptors: the descriptors by handle.
     preferences: the preference descriptor of each call of the heuristic.
     workspaces: the workspace's address and size in each product.
@@ -44,7 +43,6 @@ class FakeBlas:
     def __init__(self, count: int = 3) -> None:
         self.count, self.launches, self.statuses = count, list[tuple[int, int]](), list[int]()
         self.single_m_algorithms: set[int] = set()
-        self.first_algorithm = 0
         self.descriptors: dict[int, Descriptor] = {}
         self.preferences: list[Descriptor] = []
         self.workspaces: list[tuple[int, int]] = []
@@ -92,9 +90,8 @@ class FakeBlas:
         returned = min(requested, self.count)
         results = (Ranked * requested).from_address(results_address)
         for position in range(returned):
-            number = (self.first_algorithm + position) % self.count
-            results[position].algorithm.data[0], results[position].algorithm.data[1] = number, self._columns(d)
-            results[position].workspace = 256 * number
+            results[position].algorithm.data[0], results[position].algorithm.data[1] = position, self._columns(d)
+            results[position].workspace = 256 * position
         ctypes.c_int.from_address(count_address).value = returned
         return 0
 

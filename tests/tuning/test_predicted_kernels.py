@@ -14,7 +14,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
-from gemmtune.tuning.predicted_kernels import expected_kernels, kernels_chosen_by_m, predict_kernels
+from gemmtune.tuning.predicted_kernels import expected_kernels, kernels_of_libraries, predict_kernels
 from gemmtune.tuning.sizes import SizeRange
 from helpers.factories import make_target
 from helpers.gpus import H200, PROBLEM_OF_DTYPE, legal_candidates
@@ -87,8 +87,26 @@ def test_kernels_are_legal_at_the_m_that_they_are_loaded_for() -> None:
 def test_number_of_kernels_is_limited_and_the_most_useful_come_first() -> None:
     kernels = predicted(DECISIONS)
     assert len(kernels) > 3
-    assert [kernel.id for kernel in predicted(DECISIONS, limit=3)] == [kernel.id for kernel in kernels[:3]]
+    first = [kernel.id for kernel in kernels[:3]]
+    few = [kernel.id for kernel in predicted(DECISIONS, limit=3)]
+    assert few[:3] == first
+    assert len(few) <= 6  # with a variant of each
     assert predicted(DECISIONS, limit=0) == []
+
+
+def test_variants_have_the_tile_of_a_kernel_and_about_its_estimate() -> None:
+    kernels = predicted(DECISIONS, limit=4)
+    chosen, variants = kernels[:4], kernels[4:]
+    assert variants
+    for variant in variants:
+        (kernel,) = (k for k in chosen if tile(k) == tile(variant) and k.predicted_for == variant.predicted_for)
+        assert min(estimate(variant.candidate, m) / estimate(kernel.candidate, m) for m in kernel.predicted_for) <= 1.05
+    assert len({kernel.id for kernel in kernels}) == len(kernels)
+
+
+def tile(kernel: PoolKernel) -> tuple[object, ...]:
+    config = dict(kernel.candidate.config)
+    return kernel.candidate.template, config["bm"], config["bn"], config["split"]
 
 
 def test_excluded_candidates_are_not_chosen() -> None:
@@ -173,33 +191,44 @@ def test_unknown_template_has_no_estimate() -> None:
 INT8 = PROBLEM_OF_DTYPE["int8"]
 
 
-def ranks_at(m: int, *ranks: int, slower: float = 1.0) -> Decision:
+def ranks_at(m: int, *ranks: int) -> Decision:
     """Return a Decision that timed some of cuBLASLt's ranks, the first one fastest."""
     rows = []
     for position, rank in enumerate(ranks):
-        candidate = Candidate.make("cublaslt", "ranked", rank=rank)
-        seconds = (slower + position) * 1e-5
+        candidate = Candidate.make("cublaslt", "ranked", m=m, rank=rank)
+        seconds = (1.0 + position) * 1e-5
         sample = Sample(seconds, seconds, seconds, 50, 0.5, 0.49, 0.51)
         rows.append(Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample))
     return decide(INT8.with_m(m), *rows)
 
 
-def test_a_library_that_chooses_by_m_is_expected_to_be_fast_far_from_the_tuned_m() -> None:
+def listed(decisions: Sequence[Decision], sizes: SizeRange = SIZES, without: Sequence[str] = ()) -> list[PoolKernel]:
+    return kernels_of_libraries(INT8, H200, kernel_pool(decisions), sizes, without)
+
+
+def test_a_library_lists_its_kernels_for_m_between_the_tuned_ones_and_for_the_last() -> None:
+    kernels = listed([ranks_at(m, 1) for m in TUNED])
+    assert [kernel.tuned_m for kernel in kernels] == [m for m in (384, 896, 8192) for _ in range(8)]
+    assert kernels[0].id == "cublaslt/ranked[m=384,rank=0]"
+    assert all(kernel.candidate["m"] == kernel.tuned_m and kernel.packing is None for kernel in kernels)
+    expected = {kernel.tuned_m: kernel.predicted_for for kernel in kernels}
+    assert expected == {384: {222, 384, 587}, 896: {587, 896, 1355}, 8192: {4096, 8192}}
     decisions = [ranks_at(m, 1) for m in TUNED]
-    (kernel,) = kernels_chosen_by_m(INT8, H200, decisions, SIZES, ())
-    assert (kernel.id, kernel.tuned_m, kernel.packing) == ("cublaslt/ranked[rank=0]", 4096, None)
-    assert kernel.predicted_for >= {4, 45, 512, 2896, 4096, 5793}
-    assert not kernel.predicted_for & {*TUNED}
-    assert [k.id for k in expected_kernels(INT8, H200, decisions, SIZES, {})] == [kernel.id]
-    also_tuned = [ranks_at(m, 0) for m in TUNED]
-    assert kernels_chosen_by_m(INT8, H200, also_tuned, SIZES, ()) == [kernel]
-    assert kernels_chosen_by_m(INT8, H200, decisions, SIZES, {kernel.id}) == []
+    assert [k.id for k in expected_kernels(INT8, H200, decisions, SIZES, {})] == [kernel.id for kernel in kernels]
+    assert [k.id for k in listed(decisions, without=[kernels[0].id])] == [kernel.id for kernel in kernels[1:]]
 
 
-def test_a_library_is_not_expected_to_be_fast_between_tuned_m_that_are_close() -> None:
-    sizes = SizeRange(128, 600, (128, 300, 600))
-    assert kernels_chosen_by_m(INT8, H200, [ranks_at(128, 0)], sizes, ()) == []
+def test_a_library_lists_kernels_beside_the_m_at_which_it_is_fast() -> None:
+    assert {kernel.tuned_m for kernel in listed([ranks_at(128, 0)])} == {384, 896}
+    assert {kernel.tuned_m for kernel in listed([ranks_at(2048, 0)])} == {384, 896, 8192}
+    assert listed([ranks_at(1, 0), ranks_at(16, 0)]) == []
+    assert listed(DECISIONS) == []
 
 
-def test_libraries_that_were_not_timed_are_not_asked() -> None:
-    assert kernels_chosen_by_m(INT8, H200, DECISIONS, SIZES, ()) == []
+def test_a_library_lists_no_kernels_between_tuned_m_that_are_close() -> None:
+    assert listed([ranks_at(128, 0)], SizeRange(128, 600, (128, 300, 600))) == []
+
+
+def test_a_tuned_last_m_is_not_listed_again() -> None:
+    sizes = SizeRange(1, 8192, (1, 2048, 8192))
+    assert {kernel.tuned_m for kernel in listed([ranks_at(2048, 0)], sizes)} == {384, 896, 4096}

@@ -53,6 +53,15 @@ def test_at_most_half_of_four_rows_or_more_are_special(m: int) -> None:
     assert any(not any(case.rows) for case in cases) == (m < 4)
 
 
+def test_denormal_rows_are_in_one_of_eight_cases_of_another_m_once() -> None:
+    """A CPU takes as long for one as for a hundred others."""
+    bank = next(case.bank for case in make_reference_cases(linear(16, 96, 64), 0) if case.bank is not None)
+    counts = {m: [bank.rows[row] for row in bank.row_indices(m)].count("denormal") for m in range(1, 257)}
+    assert {m % 8 for m, count in counts.items() if count} == {1}
+    assert all(count == 1 for m, count in counts.items() if m % 8 == 1 and m > len(bank.rows))
+    assert all(set(bank.rows) - {"denormal"} <= {bank.rows[row] for row in bank.row_indices(m)} for m in (64, 65))
+
+
 def test_rows_without_special_ones_make_one_case() -> None:
     bank = next(case.bank for case in make_reference_cases(linear(6, 96, 64), 0) if case.bank is not None)
     (case,) = replace(bank, rows=("",) * len(bank.rows)).covering()

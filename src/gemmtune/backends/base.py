@@ -140,15 +140,15 @@ class Backend(ABC):
     shared_layouts: the names of other backends whose packed layouts this one's kernels take, too. preload: modules that
     a build imports; the processes that build are forked from a process that has imported them. special_steps: the
     kinds of steps that some candidates compute, of those that few do: norms in front of products (``Problem.norm``),
-    and gates (``Problem.gate``). chooses_by_m: whether the first candidate is a library's own choice of a kernel for
-    the M of each call; loading it costs no build.
+    and gates (``Problem.gate``). lists_by_m: whether candidates are the kernels that a library lists for the Problem's
+    M, so that they are others for each M; loading one costs no build.
     """
 
     name: ClassVar[str]
     shared_layouts: ClassVar[tuple[str, ...]] = ()
     preload: ClassVar[tuple[str, ...]] = ()
     special_steps: ClassVar[frozenset[str]] = frozenset()
-    chooses_by_m: ClassVar[bool] = False
+    lists_by_m: ClassVar[bool] = False
 
     def takes(self, family: str) -> bool:
         """Whether the backend may have candidates for Problems of a family. By default, for gemmtune's own; a backend

@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import linear_regression
 
 from ..core.plan_times import least_times
 from ..core.tuned_plan import PlanInterval
@@ -27,6 +28,8 @@ CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at a
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
 _UNKNOWN = 10.0
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
+_AROUND = 6  # measured M on either side of a gap that show how a kernel's time over the plain op's changes from M to M
+_SPREAD = 1.5
 
 
 @dataclass(frozen=True)
@@ -223,15 +226,43 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
     """Return the intervals of kernels that serve as ``points`` says at the measured M.
 
     Between two measured M with different kernels, ATen's plain op serves if it is one of them, since nothing shows that
-    the other is faster there. Otherwise the boundary is where the estimated times cross.
+    the other is faster there. Otherwise the boundary is where the estimated times cross. Between two measured M with
+    one kernel, it serves if it is likely to be faster than the plain op there.
     """
     sizes = sorted(points)
     bounds = [(curves.first, points[sizes[0]])]
     for a, b in itertools.pairwise(sizes):
         if points[a] != points[b]:
             bounds.append((_boundary(curves, points[a], points[b], a, b), points[b]))
+        elif b - a > 1 and not _likely_faster(curves, points[a], a, b):
+            bounds += [(a + 1, curves.plain), (b, points[b])]
     ends = [*(start - 1 for start, _ in bounds[1:]), curves.last]
     return tuple(PlanInterval(start, end, name) for (start, name), end in zip(bounds, ends, strict=True))
+
+
+def _likely_faster(curves: Curves, name: str, a: int, b: int) -> bool:
+    """Whether a kernel is likely to be faster than ATen's plain op between two neighboring measured M, ``a`` and ``b``.
+
+    At the nearest measured M, a line is fitted to the ratios of the two times over log M. From one M to the next the
+    ratio changes with tiles and alignment, so that ratios at other M are as far from the line as these: the kernel
+    is likely to be faster if the line is ``_SPREAD`` standard deviations below 1 at ``a`` and ``b``. True with less
+    than four ratios.
+    """
+    if not curves.plain or name == curves.plain:
+        return True
+    times, plain = curves.times[name], curves.times[curves.plain]
+    both = [m for m in curves.sizes if m in times and m in plain]
+    middle = bisect_left(both, b)
+    around = both[max(0, middle - _AROUND) : middle + _AROUND]
+    if len(around) < 4:
+        return True
+    logs = [math.log(m) for m in around]
+    ratios = [(times[m] + curves.overhead_s) / plain[m] for m in around]
+    slope, intercept = linear_regression(logs, ratios)
+    errors = [ratio - intercept - slope * log for log, ratio in zip(logs, ratios, strict=True)]
+    deviation = math.sqrt(sum(error**2 for error in errors) / (len(errors) - 2))
+    highest = max(intercept + slope * math.log(m) for m in (a, b))
+    return highest + _SPREAD * deviation <= 1.0
 
 
 def _boundary(curves: Curves, left: str, right: str, a: int, b: int) -> int:
@@ -337,13 +368,22 @@ def _step(curves: Curves, name: str, a: int, b: int) -> float:
 
 
 def next_size(curves: Curves, gap: Gap, odd: bool = True) -> int:
-    """Return the M to measure in a gap: the first after a step of the closest kernel's tiles that is nearest to the
-    middle by ratio; without a step in the gap, the middle. odd: prefer an odd M where there is no step."""
+    """Return the M to measure in a gap: next to a step of the closest kernel's tiles, near the middle by ratio;
+    without a step in the gap, the middle. odd: prefer an odd M where there is no step.
+
+    A row of tiles is full at the last M before a step, and has a single row of the output at the first M after it.
+    Beside ATen's kernels, which have other tiles, a kernel is usually fast at one and slow at the other. The M is of
+    the kind that the gap's ends are not; of either kind, in turn along M, where that does not decide.
+    """
     middle = math.sqrt(gap.a * gap.b) if gap.b > _NARROW * gap.a else (gap.a + gap.b) / 2
     ranked = sorted(curves.times, key=lambda name: curves.times[name].get(gap.b, math.inf))
     for name in ranked[:2]:
         rows = curves.steps.get(name, 1)
-        edges = {rows * int(middle // rows) + 1, rows * (int(middle // rows) + 1) + 1} if rows > 1 else set()
+        if rows == 1:
+            continue
+        ends = (gap.a % rows, gap.b % rows)
+        is_first = ends.count(0) > ends.count(1) if ends.count(0) != ends.count(1) else int(middle // rows) % 2 == 0
+        edges = [rows * (int(middle // rows) + step) + is_first for step in (0, 1)]
         inside = [edge for edge in edges if gap.a < edge < gap.b]
         if inside:
             return min(inside, key=lambda edge: abs(edge - middle))

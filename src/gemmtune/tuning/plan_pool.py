@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field
-from statistics import mean
 
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
@@ -87,12 +85,17 @@ def failed_candidates(decisions: Iterable[Decision]) -> set[str]:
 
 def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
     """Return the id of ATen's plain op: of its kernels that run what plain PyTorch runs on the raw weight, the fastest
-    one in the mean of those that were timed at most M. Empty when there is none."""
-    logs: dict[str, list[float]] = {}
-    for row in (row for decision in decisions for row in timed_rows(decision.evidence)):
-        if row.packing is None and row.id not in failed and is_fallback_template(row.candidate):
-            logs.setdefault(row.id, []).append(math.log(_seconds(row)))
-    return max(logs, key=lambda name: (len(logs[name]), -mean(logs[name])), default="")
+    at the largest M at which one was timed. Empty when there is none.
+
+    Others may run for few rows only, or be slow for many: ``torch._int_mm`` takes 17 rows or more on a GPU.
+    """
+    times: dict[int, dict[str, float]] = {}
+    for decision in decisions:
+        for row in timed_rows(decision.evidence):
+            if row.packing is None and row.id not in failed and is_fallback_template(row.candidate):
+                times.setdefault(int(decision.problem["m"]), {})[row.id] = _seconds(row)
+    at_largest = times[max(times)] if times else {}
+    return min(at_largest, key=lambda name: at_largest[name], default="")
 
 
 def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None:

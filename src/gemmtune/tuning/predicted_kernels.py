@@ -3,15 +3,15 @@
 A tile of 112 rows is the fastest for M = 217, and for no M that is tuned by default. Backends estimate the time of
 their candidates (``Backend.estimated_s``). The times that were measured at the tuned M correct the estimates.
 
-A candidate by which a library chooses its kernel for the M of each call (``Backend.chooses_by_m``) is another kernel
-far from the tuned M. It is expected to be fast there.
+A library that lists its kernels for each M (``Backend.lists_by_m``) lists others far from the tuned M. They are
+expected to be fast there.
 """
 
 from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -25,9 +25,12 @@ from .intervals import Curves, point_weights
 from .plan_pool import PoolKernel, failed_candidates, kernel_pool, timed_rows
 from .sizes import SizeRange
 
-_FAR = 4.0  # between two tuned M with this ratio, a library's choice may be another kernel than at both
+_APART = 2.5  # the ratio of M for which libraries are asked
+_TILE = 128  # rows; for fewer, a call takes as long as reading the weight, whichever kernel runs
 _PER_OCTAVE = 3  # M for which candidates are listed
-_LISTED = 3  # the first candidates of a template that are considered at an M
+_LISTED = 6  # the first candidates of a template that are considered at an M
+_VARIED = 8  # kernels of which a variant with the same tile is tried, too
+_VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
 _LEAST_GAIN = 0.03  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
 
@@ -53,45 +56,58 @@ def expected_kernels(
     faulty: Collection[str] = (),
 ) -> list[PoolKernel]:
     """Return the kernels that are expected to be fast where those of the Decisions are not: by estimates up to the
-    device's ``TuningProfile.max_predicted``, and those of libraries that choose by M, which a Decision may have, too.
+    device's ``TuningProfile.max_predicted`` with their variants, and those that libraries list for other M.
     Candidates that failed in a Decision or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
     if not limit:
         return []
     without = failed_candidates(decisions) | set(faulty)
     pool = kernel_pool(decisions, faulty)
-    by_m = kernels_chosen_by_m(problem, target, decisions, sizes, without)
-    return by_m + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
+    listed = kernels_of_libraries(problem, target, pool, sizes, without)
+    return listed + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
 
 
-def kernels_chosen_by_m(
-    problem: Problem, target: Target, decisions: Sequence[Decision], sizes: SizeRange, without: Collection[str]
+def kernels_of_libraries(
+    problem: Problem, target: Target, pool: Sequence[PoolKernel], sizes: SizeRange, without: Collection[str]
 ) -> list[PoolKernel]:
-    """Return the first candidate of each library that chooses by M, expected to be fast in the gaps between tuned M
-    whose ends have a ratio of ``_FAR`` or more. Without such a gap, none.
+    """Return the kernels that libraries list for M in wide gaps between tuned M, and for the last M.
 
-    Only libraries of which a Decision has a time are asked. without: ids of candidates that are not returned.
+    A library is asked where a Decision at an end of the gap has a fast kernel of it. without: ids of candidates that
+    are not returned.
     """
-    rows = [row for decision in decisions for row in timed_rows(decision.evidence)]
-    names = {
-        backend for row in rows if backends.get(backend := Candidate.from_dict(row.candidate).backend).chooses_by_m
-    }
     ends = [sizes.first, *(m for m in sizes.tuned if sizes.first < m < sizes.last), sizes.last]
-    middles = [(a, b, round(math.sqrt(a * b))) for a, b in itertools.pairwise(ends) if b >= _FAR * a]
     found = list[PoolKernel]()
-    for name in sorted(names) if middles else ():
-        m = middles[-1][2]
-        candidates = backends.get(name).candidates(problem.with_m(m), target)
-        candidate = next((c for c in candidates if not isinstance(c, Illegal)), None)
-        if candidate is not None and candidate.id not in without:
-            kernel = PoolKernel.of(candidate, m, backends.get(name).packing_of(problem.with_m(m), candidate))
-            kernel.predicted_for = {
-                size
-                for a, b, middle in middles
-                for size in (round(math.sqrt(a * middle)), middle, round(math.sqrt(middle * b)))
-            }
-            found.append(kernel)
+    for a, b in itertools.pairwise(ends):
+        is_fast = {kernel.candidate.backend for kernel in pool if kernel.found_at & {a, b}}
+        libraries = [name for name in sorted(is_fast) if backends.get(name).lists_by_m]
+        listed = _listed_sizes(a, b, b in sizes.tuned)
+        for m, (below, above) in listed.items() if libraries else ():
+            near = {m, round(math.sqrt(below * m)), round(math.sqrt(m * above))}
+            for kernel in _kernels_listed_at(problem.with_m(m), target, libraries):
+                if kernel.id not in without:
+                    kernel.predicted_for = {size for size in near if size not in sizes.tuned}
+                    found.append(kernel)
     return found
+
+
+def _listed_sizes(a: int, b: int, is_tuned: bool) -> dict[int, tuple[int, int]]:
+    """Return the M between ``a`` and ``b`` for which libraries are asked, each with the next such M or end on either
+    side. They are ``_APART`` from each other, at whole tiles. ``b`` is among them unless it ``is_tuned``."""
+    steps = round(math.log(b / a) / math.log(_APART)) if b > a else 0
+    count = steps - 1
+    ratios = [(b / a) ** (i / (count + is_tuned)) for i in range(1, count + 1)]
+    inside = [_TILE * math.ceil(a * ratio / _TILE) for ratio in ratios]
+    inside = [m for m in inside if _TILE < m < b] + ([] if is_tuned or count < 1 else [b])
+    return {m: (below, above) for below, m, above in zip([a, *inside], inside, [*inside[1:], b], strict=False)}
+
+
+def _kernels_listed_at(problem: Problem, target: Target, libraries: Sequence[str]) -> list[PoolKernel]:
+    return [
+        PoolKernel.of(candidate, problem.m, backends.get(name).packing_of(problem, candidate))
+        for name in libraries
+        for candidate in backends.get(name).candidates(problem, target)
+        if not isinstance(candidate, Illegal)
+    ]
 
 
 def predict_kernels(
@@ -105,7 +121,8 @@ def predict_kernels(
     limit: int,
 ) -> list[PoolKernel]:
     """Return up to ``limit`` kernels of the templates and layouts in ``pool``, each with the M for which it is
-    expected to be fast.
+    expected to be fast, and variants of the first ``_VARIED``: the same tiles with another depth of a step or other
+    stages, expected to be about as fast.
 
     They are chosen greedily, so that the expected time falls most: the sum over M of the share by which a kernel is
     expected to be faster than the fastest of its layout that is chosen already or in the pool, weighted by the calls
@@ -143,7 +160,29 @@ def predict_kernels(
         kernel.predicted_for = {m for m in grid if gains[name][m] > _LEAST_GAIN}
         best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[name][m]) for m in grid}
         chosen.append(kernel)
-    return chosen
+    variants = (_variant(kernel, options.values(), seconds) for kernel in chosen[:_VARIED])
+    return chosen + [variant for variant in variants if variant is not None]
+
+
+def _variant(
+    kernel: PoolKernel, options: Iterable[PoolKernel], seconds: Mapping[str, Mapping[int, float]]
+) -> PoolKernel | None:
+    """Return the option with the least estimate that has the kernel's tile and another configuration; None where the
+    estimates say that it is much slower. seconds: the estimates by id and M."""
+    m = min(kernel.predicted_for, key=lambda m: seconds[kernel.id][m])
+    same = [option for option in options if _tile(option) == _tile(kernel)]
+    variant = min(same, key=lambda option: seconds[option.id][m], default=None)
+    if variant is None or seconds[variant.id][m] > (1.0 + _VARIANT_WITHIN) * seconds[kernel.id][m]:
+        return None
+    variant.predicted_for = set(kernel.predicted_for)
+    return variant
+
+
+def _tile(kernel: PoolKernel) -> tuple[object, ...]:
+    """Return what decides which part of the output a block of threads computes."""
+    config = dict(kernel.candidate.config)
+    template = _Template.of(kernel.candidate, kernel.packing)
+    return (*template, *(config.get(name) for name in ("bm", "bn", "split", "cluster")))
 
 
 class _TimeModel:

@@ -22,13 +22,12 @@ _FP8, _VECTORS = (8, 9), (9, 0)
 class CublasLtBackend(Backend):
     """The cuBLASLt backend: available on NVIDIA GPUs with PyTorch's CUDA wheels, which contain cuBLASLt.
 
-    A candidate is a rank in cuBLASLt's list of algorithms for the Problem, so that naming a candidate needs no GPU;
-    loading it queries the list. Rank 0 queries it again for the M of each call, as PyTorch's operators do. The
-    algorithm at a rank may change with the library's version.
+    A candidate is a rank in cuBLASLt's list of algorithms for ``m`` rows, so that naming a candidate needs no GPU;
+    loading it queries the list. The algorithm at a rank may change with the library's version.
     """
 
     name = "cublaslt"
-    chooses_by_m = True
+    lists_by_m = True
 
     def available(self, target: Target) -> Availability:
         reason = not_nvidia(target) or _why_missing()
@@ -40,7 +39,7 @@ class CublasLtBackend(Backend):
             yield Illegal(Candidate.make(self.name, "*"), reason)
             return
         for rank in range(RANKS):
-            yield Candidate.make(self.name, RANKED, rank=rank)
+            yield Candidate.make(self.name, RANKED, m=problem.m, rank=rank)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return not_nvidia(target) or super().why_illegal(problem, candidate, target)

@@ -35,21 +35,21 @@ class _ThreadCall(threading.local):
 
 
 class RankedKernel(Kernel):
-    """The algorithm that cuBLASLt ranks at ``rank`` for the Problem's own M, or first (0) for the M of each call.
+    """The algorithm that cuBLASLt ranks at ``rank`` for ``m`` rows, for any M.
 
-    Where cuBLASLt does not support a rank's algorithm for another M, the first algorithm for that M is used. Matrices
+    Where cuBLASLt does not support the algorithm for another M, the first that it ranks for that M is used. Matrices
     that start off a 16-byte boundary are copied.
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         self.problem, self.candidate = problem, candidate
-        rank, device = int(candidate["rank"]), torch.cuda.current_device()
+        m, rank, device = int(candidate["m"]), int(candidate["rank"]), torch.cuda.current_device()
         # The batch strides are not known yet; assume batches without gaps.
-        sizes = (problem.m * problem.k, problem.k * problem.n)
-        ranked = Call(describe_product(problem, problem.m, sizes), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        sizes = (m * problem.k, problem.k * problem.n)
+        ranked = Call(describe_product(problem, m, sizes), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
-        self._algorithm = ranked[rank].algorithm if rank else None
+        self._algorithm = ranked[rank].algorithm
         self.workspace_bytes = int(ranked[rank].workspace)
         self._bound: dict[tuple[int, ...], Launch] = {}
 
@@ -91,8 +91,8 @@ class RankedKernel(Kernel):
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = describe_product(self.problem, m, strides)
         call, algorithm = Call(product, device), self._algorithm
-        workspace = None if algorithm is None else call.required_workspace(algorithm)
-        if algorithm is None or workspace is None or workspace > _WORKSPACE:
+        workspace = call.required_workspace(algorithm)
+        if workspace is None or workspace > _WORKSPACE:
             (best, *_) = call.ranked_algorithms(1, _WORKSPACE, ALIGN)
             algorithm, workspace = best.algorithm, int(best.workspace)
         thread_call = _ThreadCall(product, device, algorithm, workspace)
