@@ -100,11 +100,11 @@ def test_each_chosen_kernel_is_needed(curves: Curves) -> None:
     others = [name for name in chosen if name != PLAIN]
     assert others or curves.plain
     if len(others) > 1:  # without one of them, the bound or the mean regret is exceeded
-        weights = intervals.point_weights(curves)
-        state = intervals._score(curves, chosen, weights, BOUND)
+        choice = intervals._Choice(curves, BOUND)
+        score = choice.score(chosen)
         for name in others:
-            excess, mean = intervals._score(curves, [c for c in chosen if c != name], weights, BOUND)
-            assert excess > state[0] or mean > state[1]
+            excess, mean = choice.score([c for c in chosen if c != name])
+            assert excess > score[0] or mean > score[1]
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.97, True), (0.985, True), (0.995, False), (1.0, False), (1.2, False)])
@@ -125,9 +125,23 @@ def test_kernel_that_later_ones_make_needless_is_dropped() -> None:
         "high": lambda m: best[m] if m >= 64 else 3.0 * best[m],
     }
     curves = sample_curves(models)
-    weights = intervals.point_weights(curves)
-    first = min(models, key=lambda name: intervals._score(curves, [name], weights, BOUND))
+    choice = intervals._Choice(curves, BOUND)
+    first = min(models, key=lambda name: choice.score([name]))
     assert first == "all"
+    assert sorted(intervals.choose_kernels(curves, BOUND)) == ["high", "low"]
+
+
+def test_a_chosen_kernel_is_exchanged_where_that_saves_a_further_one() -> None:
+    """Greedily, "middle" is the first, and needs "low" and "high" beside it; "middle" and "high" make way for two."""
+    models = {
+        "middle": lambda m: 1.0 if 8 <= m <= 65 else 1.2,
+        "low": lambda m: 1.0 if m < 30 else 1.3,
+        "high": lambda m: 1.0 if m > 30 else 1.3,
+    }
+    curves = sample_curves(models, (1, 3, 8, 17, 32, 65, 128, 257, 512))
+    choice = intervals._Choice(curves, BOUND)
+    assert min(models, key=lambda name: choice.score([name])) == "middle"
+    assert choice.exchange(["middle", "low"], choice.score(["middle", "low"]))[0] == ["low", "high"]
     assert sorted(intervals.choose_kernels(curves, BOUND)) == ["high", "low"]
 
 
@@ -333,8 +347,19 @@ def test_next_size_is_inside_the_gap(curves: Curves, odd: bool) -> None:
         assert gap.a < intervals.next_size(curves, gap, odd) < gap.b
 
 
-@pytest.mark.parametrize(("rows", "gap", "expected"), [(64, (64, 256), 129), (16, (64, 100), 81), (64, (1, 60), 9)])
-def test_next_size_is_after_a_step_of_the_tile_if_the_gap_has_one(
+@pytest.mark.parametrize(
+    ("rows", "gap", "expected"),
+    [
+        (64, (64, 256), 129),
+        (16, (64, 100), 81),
+        (64, (1, 60), 9),
+        (64, (65, 257), 128),  # the gap begins and ends with the first M after a step
+        (64, (65, 256), 129),
+        (64, (100, 300), 193),
+        (64, (129, 300), 192),
+    ],
+)
+def test_next_size_is_beside_a_step_of_the_tile_if_the_gap_has_one(
     rows: int, gap: tuple[int, int], expected: int
 ) -> None:
     curves = sample_curves({"k": staircase(1.0, 1.0, rows)}, gap, steps={"k": rows})

@@ -14,7 +14,12 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
-from gemmtune.tuning.predicted_kernels import expected_kernels, kernels_of_libraries, predict_kernels
+from gemmtune.tuning.predicted_kernels import (
+    expected_kernels,
+    kernels_of_libraries,
+    kernels_with_other_clusters,
+    predict_kernels,
+)
 from gemmtune.tuning.sizes import SizeRange
 from helpers.factories import make_target
 from helpers.gpus import H200, PROBLEM_OF_DTYPE, legal_candidates
@@ -232,3 +237,39 @@ def test_a_library_lists_no_kernels_between_tuned_m_that_are_close() -> None:
 def test_a_tuned_last_m_is_not_listed_again() -> None:
     sizes = SizeRange(1, 8192, (1, 2048, 8192))
     assert {kernel.tuned_m for kernel in listed([ranks_at(2048, 0)], sizes)} == {384, 896, 4096}
+
+
+def test_fast_kernels_of_the_largest_tuned_m_have_other_clusters_for_more_rows() -> None:
+    problem = PROBLEM_OF_DTYPE["fp8"].with_m(2048)
+    slabs = [c for c in legal_candidates(backends.get("cuda"), problem) if c.template == "slab" and c["cluster"] == 1]
+    pool = [PoolKernel.of(slabs[0], 2048, None), PoolKernel.of(slabs[1], 128, None)]
+    pool[0].found_at, pool[1].found_at = {2048}, {128}
+    kernels = kernels_with_other_clusters(problem, H200, pool, SIZES, ())
+    assert kernels
+    for kernel in kernels:
+        config = dict(kernel.candidate.config)
+        assert config["cluster"] > 1
+        assert {**config, "cluster": 1} == dict(slabs[0].config)
+        assert (kernel.tuned_m, kernel.predicted_for) == (4096, {4096, 8192})
+    assert kernels_with_other_clusters(problem, H200, pool, SIZES, [kernel.id for kernel in kernels]) == []
+    assert kernels_with_other_clusters(problem, H200, pool, SizeRange(1, 4096, TUNED), ()) == []
+    pool[0].found_at = {128}
+    assert kernels_with_other_clusters(problem, H200, pool, SIZES, ()) == []
+
+
+def test_times_of_a_variant_correct_its_estimates() -> None:
+    """Kernels of a variant that was slow at a tuned M are expected to be as slow in other tiles."""
+    problem = PROBLEM_OF_DTYPE["int8"]
+    slabs = [c for c in legal_candidates(backends.get("cuda"), problem.with_m(128)) if c.template == "slab"]
+    rows = []
+    for candidate in slabs[:40]:
+        seconds = backends.get("cuda").estimated_s(problem.with_m(128), candidate, H200)
+        assert seconds is not None
+        seconds *= 3.0 if candidate["chunks"] == 2 else 1.0
+        sample = Sample(seconds, seconds, seconds, 50, 0.5, 0.49, 0.51)
+        rows.append(Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample))
+    assert {candidate["chunks"] for candidate in slabs[:40]} >= {1, 2}
+    decisions = [decide(problem.with_m(128), *rows)]
+    kernels = predict_kernels(problem, H200, decisions, kernel_pool(decisions), SIZES, {}, (), 12)
+    assert kernels
+    assert 2 not in {kernel.candidate["chunks"] for kernel in kernels}

@@ -11,7 +11,6 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import linear_regression
 
 from ..core.plan_times import least_times
 from ..core.tuned_plan import PlanInterval
@@ -28,8 +27,6 @@ CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at a
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
 _UNKNOWN = 10.0
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
-_AROUND = 6  # measured M on either side of a gap that show how a kernel's time over the plain op's changes from M to M
-_SPREAD = 1.5
 
 
 @dataclass(frozen=True)
@@ -152,47 +149,79 @@ def point_weights(curves: Curves) -> dict[int, float]:
 
 
 def choose_kernels(curves: Curves, bound: float) -> list[str]:
-    """Return the fewest kernels with which no measured M has a regret above ``bound``, found greedily; more where they
-    lower the mean regret. ATen's plain op is always among them where it can serve."""
-    weights = point_weights(curves)
+    """Return the fewest kernels with which no measured M has a regret above ``bound``, found greedily, with exchanges;
+    more where they lower the mean regret. ATen's plain op is always among them where it can serve."""
+    choice = _Choice(curves, bound)
     chosen = [curves.plain] if curves.plain else []
     free = len(chosen)
-    state = _score(curves, chosen, weights, bound)
+    score = choice.score(chosen)
     while len(chosen) - free < MAX_KERNELS:
-        options = [(_score(curves, [*chosen, name], weights, bound), name) for name in curves.times]
-        options = [option for option in options if option[1] not in chosen]
+        options = [(choice.score([*chosen, name]), name) for name in curves.times if name not in chosen]
         if not options:
             break
-        score, name = min(options)
-        met = state[0] <= 0.0
-        if score >= state or (met and (state[1] <= MEAN_REGRET or state[1] - score[1] < _WORTH)):
+        best, name = min(options)
+        is_met = score[0] <= 0.0
+        if best >= score or (is_met and (score[1] <= MEAN_REGRET or score[1] - best[1] < _WORTH)):
             break
         chosen.append(name)
-        state = score
-    return _without_useless(curves, chosen, weights, bound, state)
+        chosen, score = choice.exchange(chosen, best)
+    return choice.without_useless(chosen, score)
 
 
-def _without_useless(
-    curves: Curves, chosen: list[str], weights: Mapping[int, float], bound: float, state: tuple[float, float]
-) -> list[str]:
-    """Return ``chosen`` without the kernels that others, chosen later, made needless."""
-    for name in chosen[:-1]:
-        if name == curves.plain:
-            continue
-        rest = [other for other in chosen if other != name]
-        excess, mean = _score(curves, rest, weights, bound)
-        if excess <= state[0] and mean <= max(MEAN_REGRET, state[1] + _WORTH):
-            return _without_useless(curves, rest, weights, bound, (excess, mean))
-    return chosen
+class _Choice:
+    """Scores of sets of kernels: (how far regrets exceed the bound, the mean regret), the latter weighted. An M without
+    any kernel counts as a regret of 10."""
 
+    def __init__(self, curves: Curves, bound: float) -> None:
+        weights = point_weights(curves)
+        total = sum(weights.values()) or 1.0
+        self._plain, self._bound = curves.plain, bound
+        self._shares = [weight / total for weight in weights.values()]
+        self._is_served = [curves.best(m) < math.inf for m in weights]
+        self._regrets = {name: [min(curves.regret(name, m), _UNKNOWN) for m in weights] for name in curves.times}
 
-def _score(curves: Curves, chosen: Sequence[str], weights: Mapping[int, float], bound: float) -> tuple[float, float]:
-    """Return (how far regrets exceed the bound, the mean regret), both weighted. An M without any kernel counts as a
-    regret of 10."""
-    total = sum(weights.values()) or 1.0
-    regrets = {m: min((min(curves.regret(name, m), 10.0) for name in chosen), default=10.0) for m in weights}
-    excess = sum(max(0.0, regret - bound) for m, regret in regrets.items() if curves.best(m) < math.inf)
-    return excess, sum(weights[m] * regret for m, regret in regrets.items()) / total
+    def score(self, chosen: Sequence[str]) -> tuple[float, float]:
+        return self._score(self._least(chosen))
+
+    def exchange(self, chosen: list[str], score: tuple[float, float]) -> tuple[list[str], tuple[float, float]]:
+        """Return the kernels and their score after all exchanges of one kernel for another that lower it."""
+        for name in chosen:
+            if name == self._plain:
+                continue
+            rest = [other for other in chosen if other != name]
+            least = self._least(rest)
+            best, other = min(
+                (self._score(list(map(min, least, regrets))), other)
+                for other, regrets in self._regrets.items()
+                if other not in rest
+            )
+            if best < score:
+                return self.exchange([*rest, other], best)
+        return chosen, score
+
+    def without_useless(self, chosen: list[str], score: tuple[float, float]) -> list[str]:
+        """Return ``chosen`` without the kernels that others, chosen later, made needless."""
+        for name in chosen:
+            if name == self._plain:
+                continue
+            rest = [other for other in chosen if other != name]
+            excess, mean = self.score(rest)
+            if excess <= score[0] and mean <= max(MEAN_REGRET, score[1] + _WORTH):
+                return self.without_useless(rest, (excess, mean))
+        return chosen
+
+    def _least(self, chosen: Sequence[str]) -> list[float]:
+        """Return the least regret of some kernels at each M."""
+        return [min(regrets) for regrets in zip(*(self._regrets[name] for name in chosen), strict=True)] or [
+            _UNKNOWN
+        ] * len(self._shares)
+
+    def _score(self, regrets: Sequence[float]) -> tuple[float, float]:
+        bound = self._bound
+        excess = sum(
+            max(0.0, regret - bound) for regret, is_served in zip(regrets, self._is_served, strict=True) if is_served
+        )
+        return excess, sum(share * regret for share, regret in zip(self._shares, regrets, strict=True))
 
 
 def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, str]:
@@ -226,43 +255,15 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
     """Return the intervals of kernels that serve as ``points`` says at the measured M.
 
     Between two measured M with different kernels, ATen's plain op serves if it is one of them, since nothing shows that
-    the other is faster there. Otherwise the boundary is where the estimated times cross. Between two measured M with
-    one kernel, it serves if it is likely to be faster than the plain op there.
+    the other is faster there. Otherwise the boundary is where the estimated times cross.
     """
     sizes = sorted(points)
     bounds = [(curves.first, points[sizes[0]])]
     for a, b in itertools.pairwise(sizes):
         if points[a] != points[b]:
             bounds.append((_boundary(curves, points[a], points[b], a, b), points[b]))
-        elif b - a > 1 and not _likely_faster(curves, points[a], a, b):
-            bounds += [(a + 1, curves.plain), (b, points[b])]
     ends = [*(start - 1 for start, _ in bounds[1:]), curves.last]
     return tuple(PlanInterval(start, end, name) for (start, name), end in zip(bounds, ends, strict=True))
-
-
-def _likely_faster(curves: Curves, name: str, a: int, b: int) -> bool:
-    """Whether a kernel is likely to be faster than ATen's plain op between two neighboring measured M, ``a`` and ``b``.
-
-    At the nearest measured M, a line is fitted to the ratios of the two times over log M. From one M to the next the
-    ratio changes with tiles and alignment, so that ratios at other M are as far from the line as these: the kernel
-    is likely to be faster if the line is ``_SPREAD`` standard deviations below 1 at ``a`` and ``b``. True with less
-    than four ratios.
-    """
-    if not curves.plain or name == curves.plain:
-        return True
-    times, plain = curves.times[name], curves.times[curves.plain]
-    both = [m for m in curves.sizes if m in times and m in plain]
-    middle = bisect_left(both, b)
-    around = both[max(0, middle - _AROUND) : middle + _AROUND]
-    if len(around) < 4:
-        return True
-    logs = [math.log(m) for m in around]
-    ratios = [(times[m] + curves.overhead_s) / plain[m] for m in around]
-    slope, intercept = linear_regression(logs, ratios)
-    errors = [ratio - intercept - slope * log for log, ratio in zip(logs, ratios, strict=True)]
-    deviation = math.sqrt(sum(error**2 for error in errors) / (len(errors) - 2))
-    highest = max(intercept + slope * math.log(m) for m in (a, b))
-    return highest + _SPREAD * deviation <= 1.0
 
 
 def _boundary(curves: Curves, left: str, right: str, a: int, b: int) -> int:
