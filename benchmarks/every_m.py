@@ -173,11 +173,22 @@ class Operands:
         self.sets = timing_sets(problem.with_m(sizes.last), count, 3, self.timing.device)
         self._packers = packers
         self._weights: dict[str | None, list[Tensor | QuantWeight | PackedWeight]] = {None: [s.b for s in self.sets]}
-        self._turns: dict[str | None, itertools.count[int]] = {}
+        self._turns: dict[str | None, int] = {}  # calls by layout
+        self._taken: dict[str | None, int] = {}  # those of them that ``_take_used`` has returned
 
     def clock(self, problem: Problem) -> Clock:
         """Return a clock for calls with a Problem's M, which empties the cache where the sets do not fill it."""
-        return self.timing.clock(devices.OperandSets(problem, len(self.sets), False, bytearray(1)))
+        return self.timing.clock(devices.OperandSets(problem, len(self.sets), False, bytearray(1), self._take_used))
+
+    def _take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
+        """Return the sets that were used since the last call of this method; all of a layout in the first one."""
+        used, count = [], len(self.sets)
+        for layout, turn in self._turns.items():
+            first = max(self._taken.get(layout, 0), turn - count)
+            indices = range(first, turn) if layout in self._taken else range(count)
+            used += [(self.sets[i % count], self._weights[layout][i % count], self.sets[i % count].a) for i in indices]
+            self._taken[layout] = turn
+        return used
 
     def inputs(self, problem: Problem) -> list[Inputs]:
         """Return the sets with the rows of a Problem's M."""
@@ -208,8 +219,14 @@ class Operands:
         count = len(self.sets)
         if self.timing.indexed:
             return lambda i: call(i % count)
-        turns = self._turns.setdefault(layout, itertools.count())
-        return lambda _: call(next(turns) % count)
+        self._turns.setdefault(layout, 0)
+
+        def run(_: int) -> object:
+            turn = self._turns[layout]
+            self._turns[layout] = turn + 1
+            return call(turn % count)
+
+        return run
 
 
 # --- timing -----------------------------------------------------------------------------------------------------

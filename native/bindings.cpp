@@ -12,6 +12,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "frame/evict.hpp"
 #include "frame/gemm.hpp"
 #include "frame/isa.hpp"
 #include "frame/pack_b.hpp"
@@ -185,6 +186,11 @@ NB_MODULE(_native, m) {
     unpack_b(parse_packed_shape(b, compute, n, k, nv), to_pointer(packed), reinterpret_cast<char*>(dst), k_stride, n_stride);
   });
   m.def("advise_huge_pages", &advise_huge_pages);
+  m.def("can_evict", &can_evict);
+  m.def("evict", [](int64_t p, int64_t bytes) {
+    nb::gil_scoped_release release;
+    evict(to_pointer(p), bytes);
+  });
   nb::class_<Kernel>(m, "Kernel")
       .def(nb::init<const std::string&, const nb::dict&>())
       .def("run_packed", &Kernel::run_packed)

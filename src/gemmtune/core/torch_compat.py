@@ -205,6 +205,10 @@ unsafe_view: Any = _required("ops.aten._unsafe_view.default")
 # The operator that a subclass with __torch_dispatch__ receives for ``Tensor.to``.
 to_copy: Any = _required("ops.aten._to_copy.default")
 
+# The address and the bytes of a tensor in a layout of oneDNN, which has no storage.
+mkldnn_address: Any = _optional("ops.mkldnn.data_ptr", lambda tensor: 0)
+mkldnn_bytes: Any = _optional("ops.mkldnn._nbytes", lambda tensor: 0)
+
 # Functions that return whether oneDNN supports products of a dtype on this CPU.
 MKLDNN_SUPPORTS: dict[str, Callable[[], bool]] = {
     "bfloat16": _optional("ops.mkldnn._is_mkldnn_bf16_supported", lambda: False),

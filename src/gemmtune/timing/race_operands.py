@@ -85,6 +85,7 @@ class RaceOperands:
         self._marker = mmap.mmap(marker_fd, mmap.PAGESIZE) if marker_fd is not None else bytearray(1)
         self._sets = 1  # the number of operand sets
         self._operands: dict[str, _OperandPool] = {}
+        self._timed: Mapping[str, _OperandPool] = {}  # those of the entrants that were made last
         self._outputs: list[Tensor] = []
         self._clock: Clock = CpuClock()
         self._move_s = 0.0  # seconds for packing all copies
@@ -121,7 +122,11 @@ class RaceOperands:
 
     def new_clock(self) -> Clock:
         """Return a clock for timings on these operands."""
-        return self._timing.clock(OperandSets(self._problem, self._sets, self._hot, self._marker))
+        sets = OperandSets(self._problem, self._sets, self._hot, self._marker, self._take_used)
+        return self._timing.clock(sets)
+
+    def _take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
+        return [operands for pool in self._timed.values() for operands in pool.take_used()]
 
     def entrants_at(self, m: int) -> list[Entrant]:
         """Return the entrants at another M: those of the Problem on the first ``m`` rows of its operands.
@@ -133,6 +138,7 @@ class RaceOperands:
         return self._entrants_on({name: pool.first_rows(self._problem, m) for name, pool in self._operands.items()})
 
     def _entrants_on(self, operands: Mapping[str, _OperandPool]) -> list[Entrant]:
+        self._timed = operands
         return [
             Entrant(
                 name,
@@ -267,7 +273,9 @@ class _OperandPool:
     """Operand sets in one layout, used in turn. packer: a kernel that packs B into this layout; None for the raw B."""
 
     def __init__(self, sets: list[tuple[Inputs, Any, Tensor]], packer: Kernel | None) -> None:
-        self.sets, self._packer, self._next = sets, packer, 0
+        self.sets, self._packer = sets, packer
+        # Modulo the number of sets, the index of the set that was used last, and of the last one that was taken.
+        self._next, self._taken = 0, -len(sets)
 
     def first_rows(self, problem: Problem, m: int) -> _OperandPool:
         """Return a pool of the first ``m`` rows of these operands, which share the weights."""
@@ -277,12 +285,21 @@ class _OperandPool:
 
     def set_next(self, index: int) -> None:
         """Make ``next`` return the set with this index."""
+        self._taken += index - 1 - self._next
         self._next = index - 1
 
     def next(self, _: int) -> tuple[Inputs, Any, Tensor]:
         """Return the next set in turn, whichever kernel asks."""
-        self._next = (self._next + 1) % len(self.sets)
-        return self.sets[self._next]
+        self._next += 1
+        return self.sets[self._next % len(self.sets)]
+
+    def take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
+        """Return the sets that ``next`` returned since the last call of this method; all of them in the first call, and
+        after ``move``."""
+        first = max(self._taken, self._next - len(self.sets)) + 1
+        used = [self.sets[index % len(self.sets)] for index in range(first, self._next + 1)]
+        self._taken = self._next
+        return used
 
     def at(self, i: int) -> tuple[Inputs, Any, Tensor]:
         """Return the set of call ``i``."""
@@ -290,6 +307,7 @@ class _OperandPool:
 
     def move(self) -> None:
         """Allocate new memory for each B before the old is freed (for a large B: after it, for lack of memory)."""
+        self._taken = self._next - len(self.sets)
         for index, (inputs, b, out) in enumerate(self.sets):
             if self._packer is not None:
                 if b.nbytes > _LARGE_BYTES:

@@ -23,6 +23,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing import devices as device_timing
 from ..timing.devices import DeviceTiming
+from ..timing.eviction import can_evict, evict
 from ..timing.flush import Flush
 from ..timing.machine import CpuPinning
 from ..timing.outcome import LeaderUpdate, RaceResult
@@ -235,7 +236,7 @@ class ProblemSession:
                 and candidate.backend != BASELINE_BACKEND
                 and len(times_s) > 2
             ):
-                self._speed_reference.offer(self._single_call(kernel), min(times_s))
+                self._speed_reference.offer(self._single_call(kernel)[0], min(times_s))
         return result
 
     def confirm(self, candidate: Candidate) -> Confirmed:
@@ -403,12 +404,19 @@ class ProblemSession:
         self._packed = {key: b for key, b in self._packed.items() if key[0] == kernel.packing}
 
     def _screening_times(self, kernel: Kernel, cutoff_s: float | None) -> tuple[float, ...]:
-        return self._timing.screening_times(
-            self._single_call(kernel), self._get_flush(), cutoff_s, self._speed_reference
-        )
+        call, operands = self._single_call(kernel)
 
-    def _single_call(self, kernel: Kernel) -> Callable[[], None]:
-        """Return a function that calls the kernel once on the first test case, for its screening time.
+        def flush() -> None:
+            if can_evict(self.target):
+                evict([operands])
+            else:
+                self._get_flush()()
+
+        return self._timing.screening_times(call, flush, cutoff_s, self._speed_reference)
+
+    def _single_call(self, kernel: Kernel) -> tuple[Callable[[], None], tuple[Inputs, Any, Tensor]]:
+        """Return a function that calls the kernel once on the first test case, for its screening time, and what it
+        reads and writes.
 
         The output lies between guard bands, since the kernel has not been checked yet.
         """
@@ -416,9 +424,9 @@ class ProblemSession:
         problem = self.problem
         _, out = guarded(problem, inputs.a.device, 0)  # ``out`` is a view, which keeps the guards alive
         if packs_each_call(kernel, problem):
-            return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out)
+            return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out), (inputs, inputs.b, out)
         b = self._weight_for(kernel, inputs)
-        return lambda: kernel.run(inputs.a, b, inputs.aux, out)
+        return lambda: kernel.run(inputs.a, b, inputs.aux, out), (inputs, b, out)
 
     def _weight_for(self, kernel: Kernel, inputs: Inputs) -> Any:
         """Return B in the kernel's layout. A constant B is packed once for consecutive candidates of one layout."""
