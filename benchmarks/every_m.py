@@ -17,10 +17,10 @@ nearest   the kernel that the Decision at the nearest tuned M chose, over ATen: 
 alone     at some of the M: the kernel that a tuning of this M alone chooses; regret = plan / alone - 1.
 Inductor  (--inductor) torch.compile(dynamic=True) over ATen; on a GPU with max-autotune-no-cudagraphs.
 
-What is compared at one M is timed in the same rounds, in random order, on operands that are not in the cache (on a GPU
-in CUDA graphs): ATen, plan and nearest together; plan with alone, in more pairs; Inductor with ATen. Ratios are medians
-of paired ratios with 95% intervals. Means of ratios are geometric; that of the regret is arithmetic. Raw data is
-written to benchmarks/results/ (or $OUT) after every weight.
+What is compared at one M is timed in the same rounds, in random order, on weights that are not in the cache (on a GPU
+on operands that are not, and in CUDA graphs): ATen, plan and nearest together; plan with alone, in more pairs; Inductor
+with ATen. Ratios are medians of paired ratios with 95% intervals. Means of ratios are geometric; that of the regret is
+arithmetic. Raw data is written to benchmarks/results/ (or $OUT) after every weight.
 """
 
 from __future__ import annotations
@@ -180,13 +180,13 @@ class Operands:
         """Return a clock for calls with a Problem's M, which empties the cache where the sets do not fill it."""
         return self.timing.clock(devices.OperandSets(problem, len(self.sets), False, bytearray(1), self._take_used))
 
-    def _take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
-        """Return the sets that were used since the last call of this method; all of a layout in the first one."""
-        used, count = [], len(self.sets)
+    def _take_used(self) -> list[Tensor | QuantWeight | PackedWeight]:
+        """Return the weights that were used since the last call of this method; all of a layout in the first one."""
+        used, count = list[Tensor | QuantWeight | PackedWeight](), len(self.sets)
         for layout, turn in self._turns.items():
             first = max(self._taken.get(layout, 0), turn - count)
             indices = range(first, turn) if layout in self._taken else range(count)
-            used += [(self.sets[i % count], self._weights[layout][i % count], self.sets[i % count].a) for i in indices]
+            used += [self._weights[layout][i % count] for i in indices]
             self._taken[layout] = turn
         return used
 

@@ -12,7 +12,7 @@ from gemmtune import backends
 from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
-from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
 from gemmtune.tuning.predicted_kernels import (
     expected_kernels,
@@ -167,10 +167,37 @@ def test_recorded_calls_weigh_more() -> None:
     assert estimate(first.candidate, m) <= estimate(best.candidate, m)
 
 
-def test_nothing_is_expected_on_a_device_without_a_limit() -> None:
+def test_first_kernels_for_the_last_m_are_expected_on_a_device_without_a_limit() -> None:
+    """One of each template and layout that was fast at the largest tuned M."""
     assert devices.get("cpu").profile.max_predicted == 0
-    cpu_decision = decide(Problem.from_dict(DECISIONS[0].problem))
-    assert expected_kernels(PROBLEM, make_target(), [cpu_decision], SIZES, {}) == []
+    target, problem = make_target(), build(192, 256, 512, "fp32")
+    native = backends.get("native")
+    by_layout = {native.packing_of(problem, c): c for c in legal_candidates(native, problem, target)}
+    assert by_layout
+    sizes = SizeRange(1, 512, (8, 192))
+
+    def expected(m: int, *candidates: Candidate) -> list[PoolKernel]:
+        sample = Sample(1e-3, 1e-3, 1e-3, 50, 0.5, 0.49, 0.51)
+        rows = [
+            Evidence(c.to_dict(), c.id, "finalist", native.packing_of(problem, c), "", Verdict("within_bound"), sample)
+            for c in candidates
+        ]
+        return expected_kernels(problem, target, [decide(problem.with_m(m), *rows)], sizes, {})
+
+    kernels = expected(192, *by_layout.values())
+    assert {(k.packing, k.candidate.template) for k in kernels} == {(p, c.template) for p, c in by_layout.items()}
+    listed = legal_candidates(native, problem.with_m(512), target)
+    for kernel in kernels:
+        same = [
+            c
+            for c in listed
+            if (c.template, native.packing_of(problem, c)) == (kernel.candidate.template, kernel.packing)
+        ]
+        assert kernel.id == same[0].id
+        assert (kernel.tuned_m, kernel.predicted_for) == (512, {314, 512})
+    assert expected(8, *by_layout.values()) == []
+    sizes = SizeRange(1, 192, (8, 192))
+    assert expected(192, *by_layout.values()) == []
 
 
 @pytest.mark.parametrize("dtype", PROBLEM_OF_DTYPE)

@@ -11,18 +11,17 @@ import importlib
 import mmap
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from torch import Tensor
 
 from ..core import devices
 from ..core.problem import Problem
 from ..core.target import Target
-from ..verify.inputs import Inputs, operand_bytes, operand_set_count
+from ..verify.inputs import operand_bytes, operand_set_count
 from .clock import Clock, CpuClock, Latency
 from .cuda_clock import CudaClock
 from .cuda_screening import screening_times as cuda_screening_times
-from .eviction import can_evict, evict
+from .eviction import Weight, can_evict, evict
 from .flush import COLD_SHARE, Flush, last_level_cache
 from .machine import CpuMachine, Machine
 from .nvml import cuda_machine
@@ -45,14 +44,14 @@ class OperandSets:
     """The rotated operand sets of a race.
 
     count: number of sets. marker: where the number of the running kernel is noted (see ``RaceOperands``). take_used:
-    returns the sets that were used since it was called last, of all layouts: inputs, the weight, the output.
+    returns the weights that were used since it was called last, of all layouts.
     """
 
     problem: Problem
     count: int
     hot: bool
     marker: mmap.mmap | bytearray
-    take_used: Callable[[], Iterable[tuple[Inputs, Any, Tensor]]]
+    take_used: Callable[[], Iterable[Weight]]
 
 
 class DeviceTiming:
@@ -245,6 +244,6 @@ def _cold_options(sets: OperandSets, target: Target) -> tuple[Callable[[], None]
     """Return the flush and the most calls of one timing for a CpuClock; nothing where no flush is needed."""
     set_bytes, cache = operand_bytes(sets.problem), last_level_cache(target)
     if not sets.hot and set_bytes >= _COLD_MIN_SHARE * cache and set_bytes * sets.count < COLD_SHARE * cache:
-        evicts = can_evict(target)
-        return (lambda: evict(sets.take_used())) if evicts else Flush(sets.problem, target), sets.count
+        flush = (lambda: evict(sets.take_used())) if can_evict(target) else Flush(sets.problem, target)
+        return flush, sets.count
     return ()

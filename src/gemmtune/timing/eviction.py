@@ -1,14 +1,14 @@
-"""Removing operands from all caches of the host, so that the next call reads them from memory.
+"""Removing weights from all caches of the host, so that the next call reads them from memory.
 
 Reading other memory does not do that where the last-level cache is large and other machines use it, too: a Xeon with
 480 MB kept a weight of 32 MB through a read of 128 MB while they were idle, and a kernel took 0.7 of its time then.
+A model's activations and outputs are in the caches when a product begins, its weights are not.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
-from typing import Any
 
 from torch import Tensor
 
@@ -16,21 +16,21 @@ from ..core import torch_compat
 from ..core.devices import is_host
 from ..core.target import Target
 from ..core.weights import PackedWeight, QuantWeight
-from ..verify.inputs import Inputs
+
+Weight = Tensor | QuantWeight | PackedWeight
 
 
 def can_evict(target: Target) -> bool:
-    """Whether ``evict`` works for operands of kernels on the target: on x86 hosts with CLFLUSHOPT, and with the native
-    kernels' build."""
+    """Whether ``evict`` works for weights on the target: on x86 hosts with CLFLUSHOPT, and with the native kernels'
+    build."""
     return is_host(target.device) and _can_evict_lines()
 
 
-def evict(operands: Iterable[tuple[Inputs, Any, Tensor]]) -> None:
-    """Remove operand sets from all caches. operands: inputs, the weight that is read in place of theirs, output."""
+def evict(weights: Iterable[Weight]) -> None:
+    """Remove weights from all caches of the host."""
     from ..backends.native import _native
 
-    tensors = [t for inputs, b, out in operands for t in (inputs.a, *inputs.aux, *_tensors_of(b), out)]
-    for address, size in {_memory_of(tensor) for tensor in tensors}:
+    for address, size in {_memory_of(tensor) for weight in weights for tensor in _tensors_of(weight)}:
         _native.evict(address, size)
 
 
@@ -51,9 +51,9 @@ def _memory_of(tensor: Tensor) -> tuple[int, int]:
     return storage.data_ptr(), storage.nbytes()
 
 
-def _tensors_of(b: Tensor | QuantWeight | PackedWeight) -> tuple[Tensor, ...]:
-    if isinstance(b, PackedWeight):
-        return b.data
-    if isinstance(b, QuantWeight):
-        return (b.data, b.scale, *(() if b.zero_point is None else (b.zero_point,)))
-    return (b,)
+def _tensors_of(weight: Weight) -> tuple[Tensor, ...]:
+    if isinstance(weight, PackedWeight):
+        return weight.data
+    if isinstance(weight, QuantWeight):
+        return (weight.data, weight.scale, *(() if weight.zero_point is None else (weight.zero_point,)))
+    return (weight,)

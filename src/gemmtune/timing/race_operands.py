@@ -23,6 +23,7 @@ from ..verify.recheck import RacedKernel
 from ..verify.row_stack import Part, part_of
 from .clock import Clock, CpuClock
 from .devices import DeviceTiming, OperandSets
+from .eviction import Weight
 from .outcome import LeaderUpdate, RaceResult
 from .race import Entrant, RaceSetup, race
 from .surrounding_work import CallSite
@@ -59,8 +60,9 @@ class RaceOperands:
     """Loaded kernels with rotated operand sets in every layout that the kernels need, ready to race.
 
     Kernels of one layout use its copies in turn, so that each call has the copy that was used least recently; all
-    layouts have equally many copies. The cache is emptied before each timing, unless the copies fill it: otherwise a
-    layout that many kernels share would be warmer than others. marker_fd: a file of at least one byte, in which the
+    layouts have equally many copies. Weights are not in the cache when a timing begins (``eviction.py``; other
+    devices' caches are emptied), unless the copies fill it: otherwise a layout that many kernels share would be warmer
+    than others. marker_fd: a file of at least one byte, in which the
     number of the running kernel is noted, so that the parent can tell which kernel the process died in. numbers: these
     numbers by id; None: 1 + the kernel's index.
     hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. timing:
@@ -125,8 +127,8 @@ class RaceOperands:
         sets = OperandSets(self._problem, self._sets, self._hot, self._marker, self._take_used)
         return self._timing.clock(sets)
 
-    def _take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
-        return [operands for pool in self._timed.values() for operands in pool.take_used()]
+    def _take_used(self) -> list[Weight]:
+        return [weight for pool in self._timed.values() for weight in pool.take_used()]
 
     def entrants_at(self, m: int) -> list[Entrant]:
         """Return the entrants at another M: those of the Problem on the first ``m`` rows of its operands.
@@ -293,11 +295,11 @@ class _OperandPool:
         self._next += 1
         return self.sets[self._next % len(self.sets)]
 
-    def take_used(self) -> list[tuple[Inputs, Any, Tensor]]:
-        """Return the sets that ``next`` returned since the last call of this method; all of them in the first call, and
-        after ``move``."""
+    def take_used(self) -> list[Weight]:
+        """Return the weights of the sets that ``next`` returned since the last call of this method; all of them in the
+        first call, and after ``move``."""
         first = max(self._taken, self._next - len(self.sets)) + 1
-        used = [self.sets[index % len(self.sets)] for index in range(first, self._next + 1)]
+        used = [self.sets[index % len(self.sets)][1] for index in range(first, self._next + 1)]
         self._taken = self._next
         return used
 

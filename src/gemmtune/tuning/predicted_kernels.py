@@ -62,15 +62,33 @@ def expected_kernels(
 ) -> list[PoolKernel]:
     """Return the kernels that are expected to be fast where those of the Decisions are not: by estimates up to the
     device's ``TuningProfile.max_predicted`` with their variants, those that libraries list for other M, and clusters
-    for many rows. Candidates that failed in a Decision or are ``faulty`` are not among them."""
+    for many rows. With a limit of 0, those that are listed first for the last M. Candidates that failed in a Decision
+    or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
-    if not limit:
-        return []
     without = failed_candidates(decisions) | set(faulty)
     pool = kernel_pool(decisions, faulty)
+    if not limit:
+        return kernels_for_last_size(problem, target, pool, sizes, without)
     listed = kernels_of_libraries(problem, target, pool, sizes, without)
     clusters = kernels_with_other_clusters(problem, target, pool, sizes, without)
     return listed + clusters + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
+
+
+def kernels_for_last_size(
+    problem: Problem, target: Target, pool: Sequence[PoolKernel], sizes: SizeRange, without: Collection[str]
+) -> list[PoolKernel]:
+    """Return the candidate that is listed first for the last M, of each template and layout that was fast at the
+    largest tuned M; none if the last M is tuned. without: ids of candidates that are not returned."""
+    largest = max(sizes.tuned, default=sizes.last)
+    if sizes.last <= largest:
+        return []
+    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.found_at}
+    listed = _listed(problem.with_m(sizes.last), target, templates)
+    first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
+    found = [kernel for kernel in first.values() if kernel.id not in without]
+    for kernel in found:
+        kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
+    return found
 
 
 def kernels_of_libraries(

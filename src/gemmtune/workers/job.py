@@ -404,19 +404,13 @@ class ProblemSession:
         self._packed = {key: b for key, b in self._packed.items() if key[0] == kernel.packing}
 
     def _screening_times(self, kernel: Kernel, cutoff_s: float | None) -> tuple[float, ...]:
-        call, operands = self._single_call(kernel)
-
-        def flush() -> None:
-            if can_evict(self.target):
-                evict([operands])
-            else:
-                self._get_flush()()
-
+        call, weight = self._single_call(kernel)
+        flush = (lambda: evict([weight])) if can_evict(self.target) else self._get_flush()
         return self._timing.screening_times(call, flush, cutoff_s, self._speed_reference)
 
-    def _single_call(self, kernel: Kernel) -> tuple[Callable[[], None], tuple[Inputs, Any, Tensor]]:
-        """Return a function that calls the kernel once on the first test case, for its screening time, and what it
-        reads and writes.
+    def _single_call(self, kernel: Kernel) -> tuple[Callable[[], None], Any]:
+        """Return a function that calls the kernel once on the first test case, for its screening time, and the weight
+        that it reads.
 
         The output lies between guard bands, since the kernel has not been checked yet.
         """
@@ -424,9 +418,9 @@ class ProblemSession:
         problem = self.problem
         _, out = guarded(problem, inputs.a.device, 0)  # ``out`` is a view, which keeps the guards alive
         if packs_each_call(kernel, problem):
-            return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out), (inputs, inputs.b, out)
+            return lambda: kernel.run(inputs.a, kernel.pack(inputs.b), inputs.aux, out), inputs.b
         b = self._weight_for(kernel, inputs)
-        return lambda: kernel.run(inputs.a, b, inputs.aux, out), (inputs, b, out)
+        return lambda: kernel.run(inputs.a, b, inputs.aux, out), b
 
     def _weight_for(self, kernel: Kernel, inputs: Inputs) -> Any:
         """Return B in the kernel's layout. A constant B is packed once for consecutive candidates of one layout."""

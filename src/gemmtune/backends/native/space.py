@@ -30,6 +30,8 @@ _MAX_TENSORS = 16
 _CACHE_LINE = 64
 _MANY_ROWS = 64
 _WHOLE_PANEL_ROWS = 128  # with more rows, vector units may read a panel of B as a whole
+_FEW_ROWS = 256  # with more, the rows of A that are multiplied at a time may be limited
+_GROUP = 4  # panels
 _LONG_ROW_BYTES = 4096  # of a K block of A, for AMX, where the L2 does not hold whole rows
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
@@ -250,15 +252,32 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
     several_tiles, by_blocks = problem.m > mr, template != "packed"
     illegal = _illegal_pack_a(problem, unit)
     amx, modes = unit.isa == "amx", ("none", "rows", "panels")
+    prefetches, orders = _prefetches(problem, unit, template, nr, several_tiles), ("b", "a")
+    blocks_of_rows = (0, 1024 if amx else 128) if problem.m > _FEW_ROWS else (0,)
+    if amx and not by_blocks and _keeps_panels(problem, unit, nr):
+        prefetches, orders = sorted(prefetches, key=lambda distance: distance == -1), ("a", "b")
+        blocks_of_rows = blocks_of_rows[::-1]
     return {
         "kc": _k_blocks(problem, target, unit, template, nr, several_tiles),
         "grid": [f"{tm}x{tn}x{tk}" for tm, tn, tk in _grids(problem, target.threads, nr, template)],
         "pack_a": [mode for mode in modes if mode not in illegal and (mode != "panels" or template != "dot")],
-        "prefetch": _prefetches(problem, unit, template, nr, several_tiles),
-        "order": ("b", "a") if several_tiles and not by_blocks else ("b",),
+        "prefetch": prefetches,
+        "order": orders if several_tiles and not by_blocks else ("b",),
         "nc": _panels_of_a_block(amx, several_tiles, template),
-        "mc": (0, 1024 if amx else 128) if problem.m > 256 else (0,),
+        "mc": blocks_of_rows,
     }
+
+
+def _keeps_panels(problem: Problem, unit: Unit, nr: int) -> bool:
+    """Whether the inner loop goes over A first, while the L2 keeps a group of panels: for AMX and many rows, where half
+    of the L2 holds the group.
+
+    B is then read from memory once, and A from the L3 for each group. With bf16, cold operands, K = 768 and 4096 and M
+    from 256 to 512 that took 5% to 12% less time than rows in the L2 and all panels for them, and 5% more with K =
+    N = 2048 (``amx-order-20261126.txt``).
+    """
+    group = _GROUP * Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
+    return problem.m > _FEW_ROWS and group <= AMX_BLOCK_BYTES
 
 
 def _panels_of_a_block(amx: bool, several_tiles: bool, template: str) -> tuple[int, ...]:
@@ -269,7 +288,7 @@ def _panels_of_a_block(amx: bool, several_tiles: bool, template: str) -> tuple[i
     """
     if not several_tiles or template == "dot":
         return (1,)
-    return (4, 1, 16) if amx and template == "packed" else (1, 4)
+    return (_GROUP, 1, 16) if amx and template == "packed" else (1, 4)
 
 
 def _is_redundant(kc: int, nc: int, order: str, prefetch: int) -> bool:
