@@ -204,6 +204,11 @@ def test_single_thread_grid_is_listed_for_small_problems(m: int, n: int, k: int,
     [
         (dense(16, 4096, 4096, "bfloat16"), "packed", "prefetch", [16384, 8192, 3072]),
         (dense(64, 4096, 4096, "bfloat16"), "packed", "prefetch", [-1, 3072, 8192]),
+        (dense(512, 4096, 4096, "bfloat16"), "packed", "prefetch", [3072, 8192, -1]),
+        (dense(512, 4096, 4096, "bfloat16"), "packed", "order", ["a", "b"]),
+        (dense(512, 4096, 4096, "bfloat16"), "packed", "mc", [1024, 0]),
+        (dense(512, 4096, 11008, "bfloat16"), "packed", "order", ["b", "a"]),  # four panels exceed half of the L2
+        (dense(192, 4096, 4096, "bfloat16"), "packed", "order", ["b", "a"]),
         (weight_only(64, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [512, 256, 1024]),
         (weight_only(256, 4096, 4096, "bfloat16", "int8", Quant(None, "bfloat16")), "expand", "kc", [1024, 512, 256]),
     ],

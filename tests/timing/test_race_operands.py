@@ -187,3 +187,62 @@ def test_marker_has_the_number_of_the_running_kernel(numbers: dict[str, int] | N
     for entrant in (*operands.entrants_at(PROBLEM.m), *operands.entrants_at(1)):
         entrant.run(0)
     assert seen == expected * 2
+
+
+# --- weights that are evicted
+
+
+def used_weights(operands: RaceOperands) -> list[int]:
+    return [weight.data_ptr() for weight in operands._take_used() if isinstance(weight, Tensor)]
+
+
+def test_weights_that_were_used_are_taken_once() -> None:
+    kernel = RecordingKernel("raw", None)
+    operands = make_operands(kernel)
+    (entrant,) = operands._entrants
+    assert len(set(used_weights(operands))) == operands._sets == 2  # all are in the cache at first
+    assert used_weights(operands) == []
+    entrant.run(0)
+    assert used_weights(operands) == kernel.b_addresses[-1:]
+    for _ in range(2 * operands._sets):
+        entrant.run(0)
+    assert sorted(used_weights(operands)) == sorted(set(kernel.b_addresses))
+    assert used_weights(operands) == []
+
+
+def test_moved_weights_and_those_of_another_m_are_taken() -> None:
+    kernel = RecordingKernel("raw", None)
+    operands = make_operands(kernel)
+    used_weights(operands)
+    operands._move()
+    assert len(set(used_weights(operands))) == operands._sets
+    (entrant,) = operands.entrants_at(1)
+    assert len(set(used_weights(operands))) == operands._sets
+    entrant.run(0)
+    assert used_weights(operands) == kernel.b_addresses[-1:]
+
+
+def test_a_repeated_call_of_one_set_is_taken() -> None:
+    kernel = RecordingKernel("raw", None, backend="aten")
+    operands = make_operands(kernel)
+    raced = operands.raced_kernel(kernel.candidate.id)
+    used_weights(operands)
+    for index in (1, 0, 1):
+        raced.call(index)
+        assert used_weights(operands) == kernel.b_addresses[-1:]
+
+
+@pytest.mark.parametrize("evicts", [True, False])
+def test_clock_of_a_host_evicts_the_weights_that_were_used(monkeypatch: pytest.MonkeyPatch, evicts: bool) -> None:
+    """Or reads other memory where it cannot evict."""
+    evicted: list[Any] = []
+    monkeypatch.setattr(devices, "can_evict", lambda target: evicts)
+    monkeypatch.setattr(devices, "evict", lambda weights: evicted.append(list(weights)))
+    monkeypatch.setattr(devices, "Flush", lambda problem, target: lambda: evicted.append("read"))
+    kernel = RecordingKernel("raw", None)
+    operands = make_operands(kernel, problem=PROBLEM.with_m(1))
+    operands._clock.time_round([operands._entrants[0].run] * 2, [1, 1])
+    if evicts:
+        assert [len(weights) for weights in evicted] == [2, 1]
+    else:
+        assert evicted == ["read", "read"]

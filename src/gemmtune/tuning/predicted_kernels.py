@@ -78,14 +78,16 @@ def kernels_for_last_size(
     problem: Problem, target: Target, pool: Sequence[PoolKernel], sizes: SizeRange, without: Collection[str]
 ) -> list[PoolKernel]:
     """Return the candidate that is listed first for the last M, of each template and layout that was fast at the
-    largest tuned M; none if the last M is tuned. without: ids of candidates that are not returned."""
+    largest tuned M, unless it is in ``pool``; none if the last M is tuned. without: ids of candidates that are not
+    returned."""
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
     templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.found_at}
     listed = _listed(problem.with_m(sizes.last), target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
-    found = [kernel for kernel in first.values() if kernel.id not in without]
+    known = {kernel.id for kernel in pool} | set(without)
+    found = [kernel for kernel in first.values() if kernel.id not in known]
     for kernel in found:
         kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
     return found
