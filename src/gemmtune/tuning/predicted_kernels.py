@@ -33,11 +33,9 @@ _VARIED = 8  # kernels of which a variant with the same tile is tried, too
 _VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
 _LEAST_GAIN = 0.03  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
-
-
 _TILE_SIZES = ("bm", "bn", "split")
 
-_Config = tuple[tuple[str, object], ...]
+_Config = tuple[tuple[str, object], ...]  # names and values
 
 
 class _Template(NamedTuple):
@@ -83,7 +81,9 @@ def kernels_for_last_size(
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
-    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.found_at}
+    known_backends = backends.names()  # a store may have Decisions of a plugin that is not loaded
+    fast = [kernel for kernel in pool if largest in kernel.found_at and kernel.candidate.backend in known_backends]
+    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in fast}
     listed = _listed(problem.with_m(sizes.last), target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
     known = {kernel.id for kernel in pool} | set(without)
@@ -122,8 +122,8 @@ def kernels_with_other_clusters(
     """Return the kernels of ``pool`` that were fast at the largest tuned M with other clusters of blocks, for larger M;
     none if the last M is not far above. without: ids of candidates that are not returned.
 
-    Blocks of a cluster share what they read. With many rows that is faster by up to 11% (fp8 on an H100), with few it
-    is not, and estimates do not tell.
+    Blocks of a cluster share what they read. With many rows that is faster by up to 9% (fp8 8192x1024, M = 2773, H100),
+    with few it is not, and estimates do not tell.
     """
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last < _APART * largest:
@@ -132,10 +132,8 @@ def kernels_with_other_clusters(
     at_middle = problem.with_m(middle)
     known, found = {kernel.id for kernel in pool} | set(without), list[PoolKernel]()
     for kernel in (kernel for kernel in pool if largest in kernel.found_at):
-        config = dict(kernel.candidate.config)
-        for other in (
-            backends.get(kernel.candidate.backend).candidates(at_middle, target) if "cluster" in config else ()
-        ):
+        config, backend = dict(kernel.candidate.config), backends.get(kernel.candidate.backend)
+        for other in backend.candidates(at_middle, target) if "cluster" in config else ():
             if isinstance(other, Illegal) or other.template != kernel.candidate.template or other.id in known:
                 continue
             if {**dict(other.config), "cluster": config["cluster"]} == config:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +62,7 @@ Progress = Callable[[LeaderUpdate], None]
 # Seconds for repeating a kernel on one test case, to see whether its output repeats: when it is screened, and before it
 # is eligible.
 _SCREEN_REPEAT_S, _CONFIRM_REPEAT_S = 20e-3, 0.1
+_GROUP_ROWS = 1024  # of the test cases of several M, which are in memory together
 _ROWS_PATIENCE_S = 25e-3  # seconds for a candidate's calls at other M and the comparisons there, beyond the first call
 
 
@@ -326,22 +327,33 @@ class ProblemSession:
         return timed
 
     def verify_sizes(self, request: VerifySizes) -> SizesVerified:
-        """Verify a candidate at several M, until it fails at one. M that A's layout does not permit are skipped."""
+        """Verify a candidate at several M, until it fails at one. M that A's layout does not permit are skipped.
+
+        The kernel runs twice at the first M of each group of M, and once at the others (``verify``).
+        """
         self._sweep = None  # its operands' memory may be needed
         kernel, verdict = self._load_sized(request.item)
         if kernel is None:
             return SizesVerified(verdict)
         self._drop_packed(kernel)
         worst = 0.0
-        for m in request.sizes:
-            case = case_for_rows(self.problem, self._get_test_cases(), m)
-            if case is None:
-                continue
-            found = self._verify(kernel, (case,), 0.0)
-            if not found.ok:
-                return SizesVerified(msgspec.structs.replace(found, detail=f"M = {m}: {found.detail}"), m)
-            worst = max(worst, found.worst)
+        for sizes in _groups_of_rows(request.sizes):
+            verdict, m = self._verify_group(kernel, sizes)
+            if not verdict.ok:
+                return SizesVerified(msgspec.structs.replace(verdict, detail=f"M = {m}: {verdict.detail}"), m)
+            worst = max(worst, verdict.worst)
         return SizesVerified(Verdict("within_bound", worst=worst))
+
+    def _verify_group(self, kernel: Kernel, sizes: Sequence[int]) -> tuple[Verdict, int]:
+        """Return the Verdict on a kernel at several M, and the M at which it fails, if at any."""
+        cases = [case for m in sizes if (case := case_for_rows(self.problem, self._get_test_cases(), m)) is not None]
+        if not cases:
+            return Verdict("within_bound"), 0
+        verdict = self._verify(kernel, tuple(cases), 0.0)
+        if verdict.ok or len(cases) == 1:
+            return verdict, cases[0].m
+        singly = (self._verify_group(kernel, [case.m]) for case in cases)
+        return next((found for found in singly if not found[0].ok), (verdict, cases[0].m))
 
     def _load_sized(self, item: SizedCandidate) -> tuple[Kernel | None, Verdict]:
         return self._load(Candidate.from_dict(item.candidate), self.problem.with_m(item.tuned_m))
@@ -436,6 +448,18 @@ class ProblemSession:
             self._timing.synchronize()
             self._packing_s.setdefault(kernel.packing, time.perf_counter() - start)
         return self._packed[key]
+
+
+def _groups_of_rows(sizes: Sequence[int]) -> Iterator[list[int]]:
+    """Yield M in groups of up to ``_GROUP_ROWS`` rows together, or of a single M, in their order."""
+    group = list[int]()
+    for m in sizes:
+        if group and sum(group) + m > _GROUP_ROWS:
+            yield group
+            group = []
+        group.append(m)
+    if group:
+        yield group
 
 
 def build(problem: Problem, candidate: Candidate, target: Target) -> Built:

@@ -272,9 +272,9 @@ def _keeps_panels(problem: Problem, unit: Unit, nr: int) -> bool:
     """Whether the inner loop goes over A first, while the L2 keeps a group of panels: for AMX and many rows, where half
     of the L2 holds the group.
 
-    B is then read from memory once, and A from the L3 for each group. With bf16, cold operands, K = 768 and 4096 and M
-    from 256 to 512 that took 5% to 12% less time than rows in the L2 and all panels for them, and 5% more with K =
-    N = 2048 (``amx-order-20261126.txt``).
+    B is then read from memory once, and A from the L3 for each group. With bf16, a cold weight and M of 384 and 512
+    that took 6% to 12% less time than rows in the L2 and all panels for them with K = 768 and 4096, and up to 4% more
+    with K = N = 2048 (``amx-order-20261126.txt``).
     """
     group = _GROUP * Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
     return problem.m > _FEW_ROWS and group <= AMX_BLOCK_BYTES
