@@ -9,6 +9,7 @@ import torch
 from sybil import Sybil
 from sybil.parsers.markdown import PythonCodeBlockParser
 
+from gemmtune import backends
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import search
 
@@ -19,7 +20,8 @@ PAGES = [
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda path: str(path.relative_to(ROOT)))
-def test_python_blocks_of_a_page_run(page: Path, own_store: MemoryStore) -> None:
+def test_python_blocks_of_a_page_run(page: Path, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "_PLUGINS", {})  # those of other tests would be tuned, too
     document = Sybil(parsers=[PythonCodeBlockParser()]).parse(page)
     examples = list(document.examples())
     assert len(examples) == page.read_text().count("```python\n")

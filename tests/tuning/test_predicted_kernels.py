@@ -13,6 +13,7 @@ from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.workloads import build
+from gemmtune.testing import hostile_backend
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
 from gemmtune.tuning.predicted_kernels import (
     expected_kernels,
@@ -218,6 +219,18 @@ def test_candidates_are_listed_in_the_order_of_their_estimates(name: str, dtype:
 def test_unknown_template_has_no_estimate() -> None:
     assert backends.get("cuda").estimated_s(PROBLEM, Candidate.make("cuda", "other"), H200) is None
     assert backends.get("aten").estimated_s(PROBLEM, Candidate.make("aten", "mm"), H200) is None
+
+
+def test_a_backend_that_does_not_name_layouts_has_no_expected_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor has one that this process does not know."""
+    monkeypatch.setattr(backends, "_PLUGINS", dict(backends.plugins()))
+    backends.register("hostile", hostile_backend.ENTRY_POINT)
+    problem, sizes = build(192, 256, 512, "fp32"), SizeRange(1, 512, (192,))
+    for candidate in (Candidate.make("hostile", "good", kind="good"), Candidate.make("gone", "kernel")):
+        sample = Sample(1e-3, 1e-3, 1e-3, 50, 0.5, 0.49, 0.51)
+        row = Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample)
+        assert expected_kernels(problem, make_target(), [decide(problem, row)], sizes, {}) == []
+    backends.get.cache_clear()
 
 
 INT8 = PROBLEM_OF_DTYPE["int8"]

@@ -81,8 +81,8 @@ def kernels_for_last_size(
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
-    known_backends = backends.names()  # a store may have Decisions of a plugin that is not loaded
-    fast = [kernel for kernel in pool if largest in kernel.found_at and kernel.candidate.backend in known_backends]
+    loaded = backends.names()  # a store may have Decisions of a plugin that is not loaded
+    fast = [kernel for kernel in pool if largest in kernel.found_at and kernel.candidate.backend in loaded]
     templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in fast}
     listed = _listed(problem.with_m(sizes.last), target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
@@ -293,14 +293,18 @@ def _grid(sizes: SizeRange) -> list[int]:
 
 
 def _listed(problem: Problem, target: Target, templates: Collection[_Template]) -> list[PoolKernel]:
-    """Return the first candidates of each template for a Problem."""
+    """Return the first candidates of each template for a Problem. A backend whose kernels name their layouts only after
+    loading has none."""
     found, count = [], dict.fromkeys(templates, 0)
     for name in sorted({template.backend for template in templates}):
         backend = backends.get(name)
         for candidate in backend.candidates(problem, target):
             if isinstance(candidate, Illegal):
                 continue
-            template = _Template.of(candidate, backend.packing_of(problem, candidate))
+            try:
+                template = _Template.of(candidate, backend.packing_of(problem, candidate))
+            except NotImplementedError:
+                break
             if count.get(template, _LISTED) < _LISTED:
                 count[template] += 1
                 found.append(PoolKernel.of(candidate, problem.m, template.packing))
