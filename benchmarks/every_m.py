@@ -67,6 +67,7 @@ from gemmtune.store import MemoryStore, open_store
 from gemmtune.store.base import Store
 from gemmtune.timing import devices
 from gemmtune.timing.clock import Clock, Run
+from gemmtune.timing.eviction import Weight
 from gemmtune.timing.stats import ratio_interval
 from gemmtune.tuning import sizes as tuning_sizes
 from gemmtune.verify.inputs import Inputs, operand_set_count, timing_sets
@@ -172,7 +173,7 @@ class Operands:
         self.timing = devices.of(target)
         self.sets = timing_sets(problem.with_m(sizes.last), count, 3, self.timing.device)
         self._packers = packers
-        self._weights: dict[str | None, list[Tensor | QuantWeight | PackedWeight]] = {None: [s.b for s in self.sets]}
+        self._weights: dict[str | None, list[Weight]] = {None: [s.b for s in self.sets]}
         self._turns: dict[str | None, int] = {}  # calls by layout
         self._taken: dict[str | None, int] = {}  # those of them that ``_take_used`` has returned
 
@@ -180,13 +181,12 @@ class Operands:
         """Return a clock for calls with a Problem's M, which empties the cache where the sets do not fill it."""
         return self.timing.clock(devices.OperandSets(problem, len(self.sets), False, bytearray(1), self._take_used))
 
-    def _take_used(self) -> list[Tensor | QuantWeight | PackedWeight]:
+    def _take_used(self) -> list[Weight]:
         """Return the weights that were used since the last call of this method; all of a layout in the first one."""
-        used, count = list[Tensor | QuantWeight | PackedWeight](), len(self.sets)
+        used, count = list[Weight](), len(self.sets)
         for layout, turn in self._turns.items():
-            first = max(self._taken.get(layout, 0), turn - count)
-            indices = range(first, turn) if layout in self._taken else range(count)
-            used += [self._weights[layout][i % count] for i in indices]
+            first = max(self._taken[layout], turn - count)
+            used += [self._weights[layout][i % count] for i in range(first, turn)]
             self._taken[layout] = turn
         return used
 
@@ -220,6 +220,7 @@ class Operands:
         if self.timing.indexed:
             return lambda i: call(i % count)
         self._turns.setdefault(layout, 0)
+        self._taken.setdefault(layout, -count)  # packing leaves all of them in the cache
 
         def run(_: int) -> object:
             turn = self._turns[layout]

@@ -21,8 +21,11 @@ __attribute__((target("clflushopt"))) void evict_lines(const char* memory, int64
 }  // namespace
 
 bool can_evict() {
-  unsigned a = 0, b = 0, c = 0, d = 0;
-  return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 23));  // CPUID leaf 7: EBX bit 23
+  static const bool has_clflushopt = [] {  // once: CPUID traps in a virtual machine
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    return __get_cpuid_count(7, 0, &a, &b, &c, &d) && (b & (1u << 23));  // leaf 7: EBX bit 23
+  }();
+  return has_clflushopt;
 }
 
 void evict(const char* memory, int64_t bytes) {

@@ -62,9 +62,8 @@ class RaceOperands:
     Kernels of one layout use its copies in turn, so that each call has the copy that was used least recently; all
     layouts have equally many copies. Weights are not in the cache when a timing begins (``eviction.py``; other
     devices' caches are emptied), unless the copies fill it: otherwise a layout that many kernels share would be warmer
-    than others. marker_fd: a file of at least one byte, in which the
-    number of the running kernel is noted, so that the parent can tell which kernel the process died in. numbers: these
-    numbers by id; None: 1 + the kernel's index.
+    than others. marker_fd: a file of at least one byte, in which the number of the running kernel is noted, so that the
+    parent can tell which kernel the process died in. numbers: these numbers by id; None: 1 + the kernel's index.
     hot: one operand set serves every call. conditions: what Samples state besides the race's own conditions. timing:
     of the kernels' device.
     """
@@ -128,6 +127,7 @@ class RaceOperands:
         return self._timing.clock(sets)
 
     def _take_used(self) -> list[Weight]:
+        """Return the weights that the entrants which were made last used since the last call of this method."""
         return [weight for pool in self._timed.values() for weight in pool.take_used()]
 
     def entrants_at(self, m: int) -> list[Entrant]:

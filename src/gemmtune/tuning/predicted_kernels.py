@@ -4,7 +4,8 @@ A tile of 112 rows is the fastest for M = 217, and for no M that is tuned by def
 their candidates (``Backend.estimated_s``). The times that were measured at the tuned M correct the estimates.
 
 A library that lists its kernels for each M (``Backend.lists_by_m``) lists others far from the tuned M. They are
-expected to be fast there.
+expected to be fast there. Above the largest tuned M, other clusters of the kernels that were fast there are, and on
+devices without estimates the candidates that backends list first.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ from .plan_pool import PoolKernel, failed_candidates, kernel_pool, timed_rows
 from .sizes import SizeRange
 
 _APART = 2.5  # the ratio of M for which libraries are asked
-_TILE = 128  # rows; for fewer, a call takes as long as reading the weight, whichever kernel runs
+# M for which libraries are asked are multiples of it, and larger: with fewer rows every kernel takes as long as reading
+# the weight.
+_ROW_STEP = 128
 _PER_OCTAVE = 3  # M for which candidates are listed
 _LISTED = 6  # the first candidates of a template that are considered at an M
 _VARIED = 8  # kernels of which a variant with the same tile is tried, too
@@ -64,7 +67,8 @@ def expected_kernels(
     or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
     without = failed_candidates(decisions) | set(faulty)
-    pool = kernel_pool(decisions, faulty)
+    loaded = backends.names()  # a store may have Decisions of a plugin that is not loaded
+    pool = [kernel for kernel in kernel_pool(decisions, faulty) if kernel.candidate.backend in loaded]
     if not limit:
         return kernels_for_last_size(problem, target, pool, sizes, without)
     listed = kernels_of_libraries(problem, target, pool, sizes, without)
@@ -81,9 +85,7 @@ def kernels_for_last_size(
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
-    loaded = backends.names()  # a store may have Decisions of a plugin that is not loaded
-    fast = [kernel for kernel in pool if largest in kernel.found_at and kernel.candidate.backend in loaded]
-    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in fast}
+    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.found_at}
     listed = _listed(problem.with_m(sizes.last), target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
     known = {kernel.id for kernel in pool} | set(without)
@@ -143,18 +145,19 @@ def kernels_with_other_clusters(
     return found
 
 
-def _listed_sizes(a: int, b: int, is_tuned: bool) -> dict[int, tuple[int, int]]:
+def _listed_sizes(a: int, b: int, b_is_tuned: bool) -> dict[int, tuple[int, int]]:
     """Return the M between ``a`` and ``b`` for which libraries are asked, each with the next such M or end on either
-    side. They are ``_APART`` from each other, at whole tiles. ``b`` is among them unless it ``is_tuned``."""
-    steps = round(math.log(b / a) / math.log(_APART)) if b > a else 0
-    count = steps - 1
-    ratios = [(b / a) ** (i / (count + is_tuned)) for i in range(1, count + 1)]
-    inside = [_TILE * math.ceil(a * ratio / _TILE) for ratio in ratios]
-    inside = [m for m in inside if _TILE < m < b] + ([] if is_tuned or count < 1 else [b])
+    side. They are about a factor of ``_APART`` from each other, multiples of ``_ROW_STEP``. ``b`` is among them if the
+    gap is wide, unless it is tuned."""
+    count = (round(math.log(b / a) / math.log(_APART)) if b > a else 0) - 1
+    ratios = [(b / a) ** (i / (count + b_is_tuned)) for i in range(1, count + 1)]
+    inside = [_ROW_STEP * math.ceil(a * ratio / _ROW_STEP) for ratio in ratios]
+    inside = [m for m in inside if _ROW_STEP < m < b] + ([] if b_is_tuned or count < 1 else [b])
     return {m: (below, above) for below, m, above in zip([a, *inside], inside, [*inside[1:], b], strict=False)}
 
 
 def _kernels_listed_at(problem: Problem, target: Target, libraries: Sequence[str]) -> list[PoolKernel]:
+    """Return all kernels that some backends list for a Problem."""
     return [
         PoolKernel.of(candidate, problem.m, backends.get(name).packing_of(problem, candidate))
         for name in libraries
@@ -232,7 +235,7 @@ def _variant(
 
 
 def _tile(kernel: PoolKernel) -> tuple[object, ...]:
-    """Return what decides which part of the output a block of threads computes."""
+    """Return the template and the sizes that decide which part of the output a block of threads computes."""
     config = dict(kernel.candidate.config)
     template = _Template.of(kernel.candidate, kernel.packing)
     return (*template, *(config.get(name) for name in (*_TILE_SIZES, "cluster")))
