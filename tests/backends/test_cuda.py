@@ -171,7 +171,7 @@ def test_first_candidate_has_the_most_loads_in_flight() -> None:
         (weight_only_problem(4, 64, 128, bits=4, group=64), "128 elements of K at a time"),
         (weight_only_problem(40, 64, 128, group=64), "128 elements of K at a time"),
         (weight_only_problem(40, 64, 256, bits=4, group=128, zero_point=True), "no zero points"),
-        (weight_only_problem(1025, 64, 256), "17 to 1024 rows"),
+        (weight_only_problem(4097, 64, 256), "17 to 4096 rows"),
         (build(8193, 64, 64, "bf16"), "by narrower weights"),
         (replace(fp8_problem(4, 64, 64), out_dtype="float8_e4m3fn"), "writes no float8_e4m3fn"),
     ],

@@ -11,7 +11,7 @@ import pytest
 
 from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision
+from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import StoreError, WorkerError
 from gemmtune.core.events import Event, PlanDone
 from gemmtune.core.problem import Problem
@@ -23,6 +23,7 @@ from gemmtune.tuning import plan_session, plan_tuner
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_tuner import MAX_RECORDED, PlanTuner, recorded, weights_of
 from gemmtune.workers.contract import WorkerStartError
+from gemmtune.workers.protocol import SizedCandidate, SizesVerified
 from helpers.plans import (
     LARGE,
     PLAIN,
@@ -448,6 +449,21 @@ def test_inconclusive_decisions_make_no_plan(clock: FakeTime, store: MemoryStore
     decisions, plans = tune(tuner, store, range(1, 33))
     assert (len(decisions), plans) == (2, [])
     assert tuner.worker.opened == []
+
+
+def test_weight_whose_kernels_all_fail_has_no_plan(
+    clock: FakeTime, store: MemoryStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    class FailsAll(FakeWorker):
+        def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+            return SizesVerified(Verdict("wrong", "an element is off"), sizes[0])
+
+    tuner = FakeTuner(clock)
+    tuner.worker = FailsAll(clock, tuner.kernels)
+    _, plans = tune(tuner, store, range(1, 33))
+    assert plans == []
+    assert f"no plan for {PROBLEM.plan_key}, whose kernels cannot serve" in caplog.text
+    assert "wrong: an element is off" in caplog.text
 
 
 def test_weight_whose_worker_fails_has_no_plan(

@@ -112,9 +112,12 @@ class Measurements:
     def _reference_s(self, m: int) -> float:
         """Return the seconds that the times at a measured M are divided by: those of ATen's plain op; the least of all
         if it was timed nowhere."""
-        if any(self.times[name] for name, kernel in self.pool.items() if kernel.is_plain):
-            return self._plain_s(m)
-        return min(times[m] for times in self.times.values() if m in times)
+        return self._plain_s(m) if self._has_plain else min(times[m] for times in self.times.values() if m in times)
+
+    @property
+    def _has_plain(self) -> bool:
+        """Whether ATen's plain op was timed."""
+        return any(self.times[name] for name, kernel in self.pool.items() if kernel.is_plain)
 
     def layouts(self) -> list[str]:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
@@ -137,7 +140,7 @@ class Measurements:
             }
             weight = sum(weights[m] for m in shares)
             if weight > 0.0:
-                is_slow = max(shares.values()) > 1.0 + NO_SLOWER
+                is_slow = self._has_plain and max(shares.values()) > 1.0 + NO_SLOWER
                 if packing and is_slow:
                     shares = {m: min(share, 1.0) for m, share in shares.items()}
                 totals[packing] = is_slow, sum(weights[m] * share for m, share in shares.items()) / weight

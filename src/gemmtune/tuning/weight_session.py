@@ -68,6 +68,11 @@ class WeightSession:
         self._verified: dict[str, dict[int, float]] = {}
         self._started = self._end = 0.0
 
+    @property
+    def left_out(self) -> Mapping[str, str]:
+        """The kernels that cannot serve, by id, with the reason."""
+        return self._found.out
+
     def _add(self, kernels: Iterable[PoolKernel]) -> None:
         for kernel in kernels:
             self._found.add(kernel)

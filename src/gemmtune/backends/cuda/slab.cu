@@ -94,8 +94,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     __syncthreads();
 #endif
     const int end_n = GATED ? N / 2 : N;  // of C's columns
-    const int tiles_m = (M + BM - 1) / BM, tiles_n = (end_n + WIDE - 1) / WIDE;
-    const int tiles = tiles_m * ((tiles_n + SHARE - 1) / SHARE), first = blockIdx.x / CLUSTER;
+    const int tiles_n = (end_n + WIDE - 1) / WIDE;
+    const TileOrder order((M + BM - 1) / BM, (tiles_n + SHARE - 1) / SHARE, K);  // of the tiles of a cluster
+    const int tiles = order.rows * order.columns, first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
     // If M is less than a tile's rows, TMA's box has M of them (host: TmaKernel.clips_boxes), and blocks without rows send none.
@@ -104,7 +105,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     auto weights_bytes = [&](int step) { return min(WEIGHTS_BYTES, (K - step * CHUNKS * ELEMENTS) * WIDTH); };
     // Blocks of other rows read the same part of B. If they do not start together the kernel takes up to a fifth longer
     // (docs/notes/cuda.md).
-    const bool together = !STEPWISE && tiles_m > 1;
+    const bool together = !STEPWISE && order.rows > 1;
     int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
         if (++at == STAGES) at = 0, turn ^= 1;
@@ -128,11 +129,12 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             };
             if (following & B_EARLY && !together && first < tiles)
                 for (; early_stages < min(EARLY_STAGES, to - from); ++early_stages)
-                    fetch_b(from + early_stages, early_stages, (first / tiles_m * SHARE + rank) * WIDE);
+                    fetch_b(from + early_stages, early_stages, (order.at(first).column * SHARE + rank) * WIDE);
             pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
-                const int m0 = first_row_read(tile % tiles_m * BM, M) + rank * A_ROWS;
-                const int n0 = (tile / tiles_m * SHARE + rank) * WIDE;
+                const Tile position = order.at(tile);
+                const int m0 = first_row_read(position.row * BM, M) + rank * A_ROWS;
+                const int n0 = (position.column * SHARE + rank) * WIDE;
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                     if (early_stages > 0) {
@@ -202,8 +204,9 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         const int group = warp / 4, member = threadIdx.x % 128;
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
-            const int first_stored = tile % tiles_m * BM, m0 = first_row_read(first_stored, M);
-            const int n0 = (tile / tiles_m * SHARE + rank) * WIDE;
+            const Tile position = order.at(tile);
+            const int first_stored = position.row * BM, m0 = first_row_read(first_stored, M);
+            const int n0 = (position.column * SHARE + rank) * WIDE;
             const int top = m0 + 64 * group;
             const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), end_n};
             // AHEAD

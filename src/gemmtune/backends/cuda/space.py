@@ -20,7 +20,7 @@ import functools
 import itertools
 from collections.abc import Callable, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.candidate import Candidate, Illegal
 from ...core.problem import Problem, bits
@@ -59,7 +59,7 @@ _MAX_SLAB_ROWS = 8192
 _MIXED_MIN_ROWS = 17
 _MAX_NORMED_ROWS = 32
 # One of Triton's templates converts int8 weights as a whole, which is faster for many rows; none converts int4 weights.
-_MIXED_MAX_ROWS = {"int8": 1024, "int4": _MAX_SLAB_ROWS}
+_MIXED_MAX_ROWS = {"int8": 4096, "int4": _MAX_SLAB_ROWS}
 _MIXED_FITTED_ROWS = 1024  # beyond, no tile divides the rows better than another
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # lanes of a warp that are side by side along K
@@ -79,15 +79,34 @@ _SPLIT_S = 4e-6
 _START_S = 2e-6
 _SLAB_FLIGHT = 4e4  # bytes of stages, beyond the current one, that keep a block busy half of the time
 _STEP_S = 3.9e-8  # the barriers of a stage
-_DRAIN_S = 1.3e-8  # fp8: nothing is multiplied between a product's end and the next one's start
 _EXPOSED_SHARE = 0.2  # share of the second longest of the concurrent activities that adds to the time
-_COLUMN_S = 1.2e-8  # the output of a column of 64 rows
-_SLAB_EXPOSED_SHARE, _SLAB_COLUMN_S = 0.27, 1.9e-8  # the two constants above, for ``slab``
+_COLUMN_S = 1.9e-8  # the output of a column of 64 rows
 _CLUSTER_SYNC_S = 6.4e-6  # the blocks of a cluster exchange sums one after the other
 _BETWEEN_BLOCKS = 4.5e10  # bytes per second that a block reads from another block's shared memory
 _CONVERT_S = 2e-7  # conversion of 64 columns of a step of ``mixed``
-_MIXED_FLOPS = 1.3e13  # of a multiprocessor
-_MIXED_L2 = 1.6e13
+# Of ``mixed``, fitted to times of int8 and int4 weights on an H100: the products of a multiprocessor, loads from the L2
+# cache, another round of blocks, bytes of stages as in ``_SLAB_FLIGHT``, and bytes per second that the blocks of a
+# cluster exchange.
+_MIXED_FLOPS, _MIXED_L2, _MIXED_WAVE_S, _MIXED_FLIGHT, _MIXED_BETWEEN = 1.7e13, 1.6e13, 3e-6, 2.05e4, 1.2e10
+
+
+class _SlabCosts(NamedTuple):
+    """What depends on how many tiles a block of ``slab`` computes one after the other.
+
+    barriers_s: of a stage, times the square of the cluster's blocks less 1. drain_s: fp8: nothing is multiplied between
+    a product's end and the next one's start. exposed_share, column_s: as ``_EXPOSED_SHARE`` and ``_COLUMN_S``.
+    """
+
+    barriers_s: float
+    drain_s: float
+    exposed_share: float
+    column_s: float
+
+
+_FEW_TILES, _MANY_TILES = 2, 4
+_COSTS_OF_FEW = _SlabCosts(3.9e-8, 1.3e-8, 0.27, 1.9e-8)
+# Barriers and outputs are hidden behind other tiles' loads. Fitted to times of fp8, int8 and bfloat16 on an H100.
+_COSTS_OF_MANY = _SlabCosts(3.3e-9, 5.2e-8, 0.6, 0.0)
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
@@ -340,18 +359,25 @@ def _slab_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
     transfer = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
-    fetch = transfer + steps * _STEP_S * cluster**2
+    costs = _slab_costs(rounds * split)
+    fetch = transfer + steps * (_STEP_S + costs.barriers_s * (cluster**2 - 1))
     compute = 2.0 * problem.k * size * max(bm, 64) * bn * rounds / _FLOPS
     memory = problem.n * problem.k * size / _BANDWIDTH
     latency_factor = 1 + _SLAB_FLIGHT / ((config["stages"] - 1) * stage * (bn + bm))
     fetch, compute = fetch * latency_factor, compute * latency_factor
     if problem.family == "scaled_mm":
-        compute += steps * _DRAIN_S * (config["chunks"] * config["pieces"] - config["turns"] + 1)
+        compute += steps * costs.drain_s * (config["chunks"] * config["pieces"] - config["turns"] + 1)
     faster, slower = sorted((fetch, memory, compute))[1:]
-    output = _SLAB_COLUMN_S * bn * bm / 64
+    output = costs.column_s * bn * bm / 64
     if split > 1:
         output = output / split + _CLUSTER_SYNC_S + 4.0 * bm * bn * (split - 1) / split / _BETWEEN_BLOCKS
-    return float(slower + _SLAB_EXPOSED_SHARE * faster + output + _START_S)
+    return float(slower + costs.exposed_share * faster + output + _START_S)
+
+
+def _slab_costs(tiles: float) -> _SlabCosts:
+    """Return the costs for blocks that compute a number of tiles each: between those of few and of many tiles."""
+    share = min(max((tiles - _FEW_TILES) / (_MANY_TILES - _FEW_TILES), 0.0), 1.0)
+    return _SlabCosts(*(few + share * (many - few) for few, many in zip(_COSTS_OF_FEW, _COSTS_OF_MANY, strict=True)))
 
 
 def _why_mixed_unsupported(problem: Problem, device: DeviceLimits) -> str:
@@ -417,14 +443,15 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     busiest = -(-blocks // usable)
     steps = busiest * -(-problem.k // MIXED_STEP) / split
     weights = mixed_stage(problem, config) - 2 * CHUNK_BYTES * bm
-    in_flight = min(resident, busiest) * config["stages"] * weights
-    memory = steps * weights * device.multiprocessors / _BANDWIDTH * (1.0 + _FLIGHT / in_flight)
+    at_once = min(resident, busiest)
+    memory = steps * weights * device.multiprocessors / _BANDWIDTH
+    memory *= 1.0 + _FLIGHT / (at_once * config["stages"] * weights)
     fetched = steps * mixed_stage(problem, config) * device.multiprocessors / _MIXED_L2
-    alone = min(resident, busiest) * groups == 1
-    compute = steps * groups * max(_CONVERT_S * (1.5 if alone else 1.0), 4.0 * MIXED_STEP * 64 * bm / _MIXED_FLOPS)
-    faster, slower = sorted((memory, fetched, compute))[1:]
-    rounds = -(-busiest // resident)
+    products_s = 4.0 * MIXED_STEP * 64 * bm / _MIXED_FLOPS
+    compute = steps * groups * max(_CONVERT_S * (1.5 if at_once * groups == 1 else 1.0), products_s)
+    latency_factor = 1 + _MIXED_FLIGHT / (at_once * (config["stages"] - 1) * mixed_stage(problem, config))
+    faster, slower = sorted((memory, fetched * latency_factor, compute * latency_factor))[1:]
+    output = _COLUMN_S * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / _MIXED_BETWEEN
     return float(
-        slower + _EXPOSED_SHARE * faster + _START_S + _WAVE_S * rounds + _COLUMN_S * bn * bm / 64 / split
-        + (_WAVE_S if split > 1 else 0.0)
-    )  # fmt: skip
+        slower + _EXPOSED_SHARE * faster + _START_S + _MIXED_WAVE_S * -(-busiest // resident) + output * busiest
+    )
