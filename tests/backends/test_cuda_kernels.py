@@ -18,6 +18,7 @@ import torch
 
 from gemmtune.backends.base import CAPTURE_FACTS
 from gemmtune.backends.cuda import CudaBackend, space
+from gemmtune.backends.cuda import source as cuda_source
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
@@ -273,6 +274,28 @@ def test_mixed_kernel_matches_the_oracle(emulator: Emulator, name: str) -> None:
     """The cases convert weights on the way to wgmma's registers, pass the stages several times, and have all edges."""
     problem, config = MIXED[name]
     kernel = emulator.mixed(problem, **config)
+    check(kernel, problem)
+
+
+BANDS: dict[str, tuple[Problem, dict[str, int]]] = {
+    "slab": (build(300, 70, 72, "bf16"), {}),
+    "slab, a cluster": (build(300, 70, 72, "bf16"), {"cluster": 2}),
+    "slab, fp8": (fp8_problem(300, 72, 80), {}),
+    "mixed": (weight_only_problem(75, 140, 256), {}),
+}
+
+
+@needs_cxx
+@pytest.mark.parametrize("name", BANDS)
+def test_tiles_in_bands_of_rows_cover_the_output(
+    emulator: Emulator, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """Five rows of tiles are two bands of two and one of one."""
+    problem, config = BANDS[name]
+    rows = 2 * (MIXED_CONFIG if name == "mixed" else SLAB_CONFIG)["bm"] // config.get("cluster", 1)
+    monkeypatch.setattr(cuda_source, "_BAND_ROWS", rows)
+    monkeypatch.setattr(cuda_source, "_BAND_BYTES", 1)
+    kernel = (emulator.mixed if name == "mixed" else emulator.slab)(problem, **config)
     check(kernel, problem)
 
 

@@ -40,18 +40,17 @@ struct Rows {
 // starts earlier, so that TMA reads no rows beyond M: filling rows with zeros takes TMA longer than reading them.
 __device__ __forceinline__ int first_row_read(int first, int m) { return min(first, max(m - BM, 0)); }
 
-// The order of C's tiles. Bands of rows of tiles follow one another, and columns of tiles within a band: blocks that run at
-// a time read few rows of A. In one band of all rows they would read all of A for each few columns, from memory where the L2
-// cache does not hold A.
 struct Tile { int row, column; };
 
+// The order of C's tiles: in bands of rows, one after the other, and down the columns of a band. Blocks that run at a time
+// read few rows of A, and the next ones the same rows. In a single band of all rows they would read all of A for each few
+// columns of B, from memory where A does not fit the L2 cache.
 struct TileOrder {
-    static constexpr int LEAST_ROWS = BM < 1024 ? 1024 / BM : 1, BYTES = 16 << 20;  // of A
     int rows, columns, band;  // in tiles
 
     __device__ __forceinline__ TileOrder(int rows, int columns, int k)
         : rows(rows), columns(columns),
-          band(rows <= LEAST_ROWS ? rows : min(rows, max(LEAST_ROWS, BYTES / (BM * WIDTH * k)))) {}
+          band(rows <= BAND_TILES ? rows : min(rows, max(BAND_TILES, BAND_BYTES / (BM * WIDTH * k)))) {}
     __device__ __forceinline__ Tile at(int number) const {
         if (band == rows) return {number % rows, number / rows};
         const int top = number / (band * columns) * band, height = min(band, rows - top), rest = number - top * columns;

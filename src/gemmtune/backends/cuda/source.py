@@ -41,6 +41,9 @@ _PDL_FLAGS = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
+# A band of tiles (``TileOrder`` in rows.cu) has at least so many rows, as many times more as blocks share A's rows, and
+# more while they are this many bytes of A: a part of the L2 cache, which also holds what other blocks read.
+_BAND_ROWS, _BAND_BYTES = 1024, 16 << 20
 _TMA_TYPES = {8: 0, 16: 1}  # CU_TENSOR_MAP_DATA_TYPE_UINT8, _UINT16
 _SWIZZLE_64B, _SWIZZLE_128B = 2, 3  # CU_TENSOR_MAP_SWIZZLE_*
 
@@ -196,6 +199,7 @@ def _skinny(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
 
 def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     return {
+        **_bands(config),
         "STAGES": config["stages"],
         "CHUNKS": config["chunks"],
         "SHARE": config["cluster"],
@@ -214,6 +218,7 @@ def _slab(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
 def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     return {
         **_WEIGHT_KINDS,
+        **_bands(config),
         "STAGES": config["stages"],
         "SHARE": 1,
         "CLUSTER": config["split"],
@@ -226,6 +231,12 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "ONE": _ones(problem),
         "PRODUCTS": _mixed_product(problem, config["bm"]),
     }
+
+
+def _bands(config: dict[str, Any]) -> dict[str, Any]:
+    """Return the constants of ``TileOrder`` (rows.cu)."""
+    rows = _BAND_ROWS * int(config.get("cluster", 1))
+    return {"BAND_TILES": max(1, rows // int(config["bm"])), "BAND_BYTES": _BAND_BYTES}
 
 
 def _ones(problem: Problem) -> str:
