@@ -34,7 +34,7 @@ _PER_OCTAVE = 3  # M for which candidates are listed
 _LISTED = 6  # the first candidates of a template that are considered at an M
 _VARIED = 8  # kernels of which a variant with the same tile is tried, too
 _VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
-_LEAST_GAIN = 0.02  # an estimated gain below this share of the time is not expected
+_LEAST_GAIN = 0.01  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
 _TILE_SIZES = ("bm", "bn", "split")
 

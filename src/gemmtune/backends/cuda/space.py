@@ -80,14 +80,13 @@ _START_S = 2e-6
 _SLAB_FLIGHT = 4e4  # bytes of stages, beyond the current one, that keep a block busy half of the time
 _STEP_S = 3.9e-8  # the barriers of a stage
 _EXPOSED_SHARE = 0.2  # share of the second longest of the concurrent activities that adds to the time
-_COLUMN_S = 1.9e-8  # the output of a column of 64 rows
+_COLUMN_S = 6.3e-8  # the output of a column of 64 rows
 _CLUSTER_SYNC_S = 6.4e-6  # the blocks of a cluster exchange sums one after the other
 _BETWEEN_BLOCKS = 4.5e10  # bytes per second that a block reads from another block's shared memory
 _CONVERT_S = 2e-7  # conversion of 64 columns of a step of ``mixed``
 # Of ``mixed``, fitted to times of int8 and int4 weights on an H100: the products of a multiprocessor, loads from the L2
-# cache, another round of blocks, bytes of stages as in ``_SLAB_FLIGHT``, and bytes per second that the blocks of a
-# cluster exchange.
-_MIXED_FLOPS, _MIXED_L2, _MIXED_WAVE_S, _MIXED_FLIGHT, _MIXED_BETWEEN = 1.7e13, 1.6e13, 3e-6, 2.05e4, 1.2e10
+# cache, bytes of stages as in ``_SLAB_FLIGHT``, and bytes per second that the blocks of a cluster exchange.
+_MIXED_FLOPS, _MIXED_L2, _MIXED_FLIGHT, _MIXED_BETWEEN = 1.9e13, 1.6e13, 1.1e4, 1e10
 
 
 class _SlabCosts(NamedTuple):
@@ -106,7 +105,7 @@ class _SlabCosts(NamedTuple):
 _FEW_TILES, _MANY_TILES = 2, 4
 _COSTS_OF_FEW = _SlabCosts(3.9e-8, 1.3e-8, 0.27, 1.9e-8)
 # Barriers and outputs are hidden behind other tiles' loads. Fitted to times of fp8, int8 and bfloat16 on an H100.
-_COSTS_OF_MANY = _SlabCosts(3.3e-9, 5.2e-8, 0.6, 0.0)
+_COSTS_OF_MANY = _SlabCosts(1.4e-8, 6.5e-8, 0.5, 0.0)
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
@@ -452,6 +451,4 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     latency_factor = 1 + _MIXED_FLIGHT / (at_once * (config["stages"] - 1) * mixed_stage(problem, config))
     faster, slower = sorted((memory, fetched * latency_factor, compute * latency_factor))[1:]
     output = _COLUMN_S * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / _MIXED_BETWEEN
-    return float(
-        slower + _EXPOSED_SHARE * faster + _START_S + _MIXED_WAVE_S * -(-busiest // resident) + output * busiest
-    )
+    return float(slower + _EXPOSED_SHARE * faster + _START_S + _WAVE_S * -(-busiest // resident) + output * busiest)
