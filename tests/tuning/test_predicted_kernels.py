@@ -63,7 +63,10 @@ DECISIONS = [
 ]
 
 
-def predicted(decisions: Sequence[Decision], limit: int = 12, without: Sequence[str] = ()) -> list[PoolKernel]:
+LIMIT = devices.get("cuda").profile.max_predicted
+
+
+def predicted(decisions: Sequence[Decision], limit: int = LIMIT, without: Sequence[str] = ()) -> list[PoolKernel]:
     return predict_kernels(PROBLEM, H200, decisions, kernel_pool(decisions), SIZES, {}, without, limit)
 
 
