@@ -206,6 +206,26 @@ def test_slab_kernels_with_more_tiles_than_clusters_and_with_equal_operands_are_
     torch.testing.assert_close(out, x @ x.t(), rtol=2e-2, atol=0.2)
 
 
+@pytest.mark.parametrize("cluster", [1, 2])
+@pytest.mark.parametrize("m", [1025, 2500, 4100])
+@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo"])
+def test_kernels_whose_tiles_are_in_bands_of_rows_are_correct(name: str, m: int, cluster: int) -> None:
+    """With this K a band has 1024 rows, or 2048, and the last one of these M has fewer."""
+    k = 16384 if name in ("int8", "fp8") else 8192
+    problem = {
+        "bf16": build(m, 520, k, "bf16"), "int8": int_problem(m, 520, k), "fp8": fp8_problem(m, 520, k),
+        "int8wo": weight_only_problem(m, 520, k), "int4wo": weight_only_problem(m, 520, k, bits=4, group=128),
+    }[name]  # fmt: skip
+    if problem.family == "mixed_mm":
+        few = problem.with_m(min(m, 4096))
+        kernel = load_kernel(few, first_candidate(few, "mixed", "cuda", bn=128, split=cluster))
+    else:
+        kernel = load_kernel(problem, first_candidate(problem, "slab", "cuda", bm=128, bn=128, cluster=cluster))
+    test_cases = make_reference_cases(problem, m, device=torch.device("cuda"))
+    verdict = verify(lambda inputs, out: run_into(kernel, inputs, out), problem, test_cases[:1], time_limit_s=0.0)
+    assert verdict.ok, f"{verdict.kind}: {verdict.detail}"
+
+
 @pytest.mark.parametrize("template", ["skinny", "slab"])
 def test_misaligned_operands_and_outputs_are_correct(template: str) -> None:
     problem = build({"skinny": 4, "slab": 40}[template], 1100, 512, "bf16")
