@@ -294,6 +294,48 @@ def test_kernel_not_timed_at_the_larger_neighbor_serves_up_to_its_tile() -> None
     assert intervals.intervals(curves, {40: "k", 60: "other"})[1].first == 49
 
 
+def served(
+    times: Mapping[str, Mapping[int, float]], points: Mapping[int, str], rows: int = 128
+) -> list[tuple[int, str]]:
+    """Return the first M and the kernel of each interval, for the plain op and kernels whose tiles have so many
+    rows."""
+    curves = Curves(1000, 1400, times, PLAIN, {name: rows for name in times if name != PLAIN})
+    found = intervals.intervals(curves, points)
+    assert [interval.last + 1 for interval in found[:-1]] == [interval.first for interval in found[1:]]
+    assert found[-1].last == 1400
+    return [(interval.first, interval.kernel) for interval in found]
+
+
+@pytest.mark.parametrize(
+    ("kernel", "expected"),
+    [
+        ({1000: 9.0, 1400: 11.5}, [(1000, "k"), (1025, PLAIN), (1300, "k")]),  # 10 + (1300 - 1000) / 400 * 2 = 11.5
+        ({1000: 9.0, 1400: 10.1}, [(1000, "k")]),  # 10.1 from 1020 on, before the next row of tiles
+        ({1000: 9.0, 1400: 9.9}, [(1000, "k")]),
+        ({1000: 9.0, 1400: 12.0}, [(1000, "k"), (1025, PLAIN), (1400, "k")]),
+    ],
+)
+def test_plain_op_serves_where_another_row_of_tiles_may_be_slower(
+    kernel: Mapping[int, float], expected: Sequence[tuple[int, str]]
+) -> None:
+    times = {PLAIN: {1000: 10.0, 1400: 12.0}, "k": kernel}
+    assert served(times, {1000: "k", 1400: "k"}) == expected
+
+
+def test_plain_op_that_is_faster_with_more_rows_is_taken_for_as_fast_between_them() -> None:
+    times = {PLAIN: {1000: 12.0, 1400: 10.0}, "k": {1000: 9.0, 1400: 9.8}}
+    assert served(times, {1000: "k", 1400: "k"}) == [(1000, "k")]
+    times = {PLAIN: {1000: 10.0, 1400: 12.0}, "k": {1000: 9.0, 1400: 11.5}}
+    assert served(times, {1000: "k", 1400: "k"}, rows=1) == [(1000, "k")]  # its tiles are not known
+
+
+def test_plain_op_serves_between_two_kernels_that_may_be_slower() -> None:
+    times = {PLAIN: {1000: 10.0, 1400: 12.0}, "j": {1000: 9.0, 1400: 11.9}, "k": {1000: 9.9, 1400: 11.0}}
+    found = served(times, {1000: "j", 1400: "k"})
+    assert [name for _, name in found] == ["j", PLAIN, "k"]
+    assert found[-1][0] == 1200  # 10 + (1200 - 1000) / 400 * 2 = 11
+
+
 def test_measured_m_of_an_interval_include_its_ends() -> None:
     curves = sample_curves({"k": staircase(1.0, 0.1)})
     assert intervals.measured_inside(curves, "k", PlanInterval(8, 65, "k")) == [8, 17, 32, 65]
