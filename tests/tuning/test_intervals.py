@@ -295,11 +295,11 @@ def test_kernel_not_timed_at_the_larger_neighbor_serves_up_to_its_tile() -> None
 
 
 def served(
-    times: Mapping[str, Mapping[int, float]], points: Mapping[int, str], rows: int = 128
+    times: Mapping[str, Mapping[int, float]], points: Mapping[int, str], rows: int = 128, waves: bool = True
 ) -> list[tuple[int, str]]:
     """Return the first M and the kernel of each interval, for the plain op and kernels whose tiles have so many
     rows."""
-    curves = Curves(1000, 1400, times, PLAIN, {name: rows for name in times if name != PLAIN})
+    curves = Curves(1000, 1400, times, PLAIN, {name: rows for name in times if name != PLAIN}, waves=waves)
     found = intervals.intervals(curves, points)
     assert [interval.last + 1 for interval in found[:-1]] == [interval.first for interval in found[1:]]
     assert found[-1].last == 1400
@@ -327,6 +327,7 @@ def test_plain_op_that_is_faster_with_more_rows_is_taken_for_as_fast_between_the
     assert served(times, {1000: "k", 1400: "k"}) == [(1000, "k")]
     times = {PLAIN: {1000: 10.0, 1400: 12.0}, "k": {1000: 9.0, 1400: 11.5}}
     assert served(times, {1000: "k", 1400: "k"}, rows=1) == [(1000, "k")]  # its tiles are not known
+    assert served(times, {1000: "k", 1400: "k"}, waves=False) == [(1000, "k")]
 
 
 def test_plain_op_serves_between_two_kernels_that_may_be_slower() -> None:

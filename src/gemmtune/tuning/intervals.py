@@ -37,6 +37,7 @@ class Curves:
     time has a step at each multiple of them); 1 where they are not known. plain: id of ATen's plain op, which may serve
     any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
     overhead_s: what is added to a kernel's time for the comparison with ATen's plain op (``TunedPlan.overhead_s``).
+    waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
     """
 
     first: int
@@ -47,6 +48,7 @@ class Curves:
     counts: Mapping[int, int] = field(default_factory=dict)
     noise: Mapping[int, float] = field(default_factory=dict)
     overhead_s: float = 0.0
+    waves: bool = False
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -288,14 +290,15 @@ def _starts_between(curves: Curves, left: str, right: str, a: int, b: int) -> li
 
 def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end: int) -> int:
     """Return the least M from ``first`` to ``end`` from which a kernel takes no longer than ATen's plain op, where its
-    next row of tiles may take it as long as it takes at ``b``; ``first`` for a kernel whose tiles are not known.
+    next row of tiles may take it as long as it takes at ``b``; ``first`` for a kernel whose tiles are not known, and on
+    a device without waves.
 
     The times of the plain op are interpolated between ``a`` and ``b``. fp8 3481x4096x11008 was served at 1.086 of the
     plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6% faster, but it has another wave of tiles from
     3457 on.
     """
     plain = curves.times.get(curves.plain, {})
-    if curves.steps.get(name, 1) == 1 or a not in plain or b not in plain:
+    if not curves.waves or curves.steps.get(name, 1) == 1 or a not in plain or b not in plain:
         return first
     least_s, seconds = min(plain[a], plain[b]), curves.times[name].get(b, math.inf) + curves.overhead_s
     if seconds <= least_s or seconds == math.inf:

@@ -26,8 +26,9 @@ class Measurements:
     """The measurements of one weight's kernels.
 
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
-    id. overhead_s, surcharges: as for ``TunedPlan``. times: seconds by id and M. noise: by M, of the times there.
-    timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the reason.
+    id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M. noise: by M,
+    of the times there. timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the
+    reason.
     """
 
     def __init__(
@@ -37,8 +38,10 @@ class Measurements:
         bound: float,
         overhead_s: float,
         surcharges: dict[str, dict[int, float]],
+        *,
+        waves: bool = False,
     ) -> None:
-        self.surcharges = surcharges
+        self.surcharges, self._waves = surcharges, waves
         self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s
         self.pool: dict[str, PoolKernel] = {}
         self.times: dict[str, dict[int, float]] = {}
@@ -97,8 +100,9 @@ class Measurements:
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(
-            self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s
-        )
+            self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
+            self._waves,
+        )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
         """Return the id of the kernel that serves each measured M."""

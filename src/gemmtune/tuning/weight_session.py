@@ -59,9 +59,12 @@ class WeightSession:
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
         self._decisions = decisions
+        is_host = devices.get(target.device).is_host
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
-        self._overhead_s = SERVING_S if devices.get(target.device).is_host else 0.0
-        self._found = Measurements(sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions))
+        self._overhead_s = SERVING_S if is_host else 0.0
+        self._found = Measurements(
+            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions), waves=not is_host
+        )
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
         self._faulty = set(self._remembered_failures())
