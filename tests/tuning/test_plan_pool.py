@@ -108,6 +108,15 @@ def test_kernel_overlaps_only_if_it_was_faster_so_at_each_m() -> None:
     assert kernel_pool([tested[0], decisions[1], tested[2]])[1].overlap is True
 
 
+@pytest.mark.parametrize(("sizes", "expected"), [([2048], False), ([128, 2048], True)])
+def test_untested_kernel_for_many_rows_does_not_overlap(sizes: Sequence[int], expected: bool) -> None:
+    decisions = [msgspec.structs.replace(decision, layouts={}) for decision in decisions_at([LARGE], sizes)]
+    assert kernel_pool(decisions)[1].overlap is expected
+    test = LayoutDecision("winner", LARGE.id, PLAIN.id, 0.5, 0.4, 0.6, {}, True)
+    tested = [msgspec.structs.replace(decisions[0], layouts={"": test}), *decisions[1:]]
+    assert kernel_pool(tested)[1].overlap is True
+
+
 # --- ATen's plain op
 
 

@@ -157,6 +157,13 @@ def with_failure(found: Decision, candidate: Candidate) -> Decision:
     return msgspec.structs.replace(found, evidence=(*found.evidence, row))
 
 
+def test_expected_kernels_for_many_rows_do_not_overlap() -> None:
+    """They are timed without overlap, and no Decision tests them with it."""
+    expected = expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
+    assert {kernel.overlap for kernel in expected} == {True, False}
+    assert all(kernel.overlap == (min(kernel.predicted_for) <= 512) for kernel in expected)
+
+
 def test_failed_and_faulty_candidates_are_not_expected() -> None:
     expected = expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
     assert [kernel.id for kernel in expected] == [kernel.id for kernel in predicted(DECISIONS)]

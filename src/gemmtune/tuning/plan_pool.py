@@ -15,6 +15,9 @@ from ..verify.row_counts import tile_rows
 WITHIN = 1.15  # a kernel is timed at other M if it took at most this multiple of its layout's least time at one M
 LAYOUT_WITHIN = 1.25  # a packed layout is, if its least time at one M is within this factor of the least of all
 MAX_PER_DECISION = 3  # of one layout
+# Kernels for more rows that no Decision tested among other work are served as they are timed, without overlap: it saves
+# a microsecond or two of a call, and blocks that start at different times may read the operands from memory again.
+_OVERLAP_ROWS = 512
 
 RowsOf = Callable[[Decision, str, Collection[str]], list[Evidence]]
 
@@ -72,10 +75,17 @@ def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsO
         problem = Problem.from_dict(decision.problem)
         for row in rows_of(decision, plain, {*failed, *faulty} - {plain}):
             _add(pool, row, problem.m, plain)
+    tested: dict[str, bool] = {}
     for layout in (layout for decision in decisions for layout in decision.layouts.values()):
-        if layout.candidate in pool:
-            pool[layout.candidate].overlap &= layout.overlap
+        tested[layout.candidate] = tested.get(layout.candidate, True) and layout.overlap
+    for kernel in pool.values():
+        kernel.overlap = tested.get(kernel.id, overlaps_untested(kernel.found_at))
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
+
+
+def overlaps_untested(sizes: Iterable[int]) -> bool:
+    """Whether a kernel for some M that no Decision tested among other work begins before the preceding one ends."""
+    return min(sizes) <= _OVERLAP_ROWS
 
 
 def failed_candidates(decisions: Iterable[Decision]) -> set[str]:

@@ -23,7 +23,7 @@ from ..core.decision import Decision
 from ..core.problem import Problem
 from ..core.target import Target
 from .intervals import Curves, point_weights
-from .plan_pool import PoolKernel, failed_candidates, kernel_pool, timed_rows
+from .plan_pool import PoolKernel, failed_candidates, kernel_pool, overlaps_untested, timed_rows
 from .sizes import SizeRange
 
 _APART = 2.5  # the ratio of M for which libraries are asked
@@ -71,9 +71,14 @@ def expected_kernels(
     pool = [kernel for kernel in kernel_pool(decisions, faulty) if kernel.candidate.backend in loaded]
     if not limit:
         return kernels_for_last_size(problem, target, pool, sizes, without)
-    listed = kernels_of_libraries(problem, target, pool, sizes, without)
-    clusters = kernels_with_other_clusters(problem, target, pool, sizes, without)
-    return listed + clusters + predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit)
+    expected = [
+        *kernels_of_libraries(problem, target, pool, sizes, without),
+        *kernels_with_other_clusters(problem, target, pool, sizes, without),
+        *predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit),
+    ]
+    for kernel in expected:
+        kernel.overlap = overlaps_untested(kernel.predicted_for)
+    return expected
 
 
 def kernels_for_last_size(
