@@ -225,13 +225,13 @@ class Tuner:
         return self._isolate and profile.builds_overlap and self._latency == "graph"
 
     def _build_ahead(self, problem: Problem, pool: WorkerPool) -> None:
-        """Begin the first builds of the problems after ``problem``."""
-        next_index = pool.pending.index(problem) + 1
-        for later in pool.pending[next_index : next_index + BUILT_AHEAD_PROBLEMS]:
-            self.begin_builds(later, pool)
+        """Begin the first builds of ``problem``, for which the worker may still be starting, and of those after it."""
+        index = pool.pending.index(problem)
+        for item in pool.pending[index : index + 1 + BUILT_AHEAD_PROBLEMS]:
+            self.begin_builds(item, pool)
 
     def begin_builds(self, problem: Problem, pool: WorkerPool) -> None:
-        """Begin the first builds of a problem that will be tuned later, where they disturb no timing."""
+        """Begin the first builds of a problem before it is tuned, where they disturb no timing."""
         if self._builds_overlap() and problem not in pool.built_early:
             pool.built_early.add(problem)
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
