@@ -270,8 +270,8 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
 
 
 def _starts_between(curves: Curves, left: str, right: str, a: int, b: int) -> list[tuple[int, str]]:
-    """Return the M after the measured M ``a``, up to the next one, ``b``, from which kernels serve, with these kernels.
-    ``left`` serves ``a``, and ``right`` serves ``b``."""
+    """Return (first M, kernel) of each run of M with one kernel, after the measured M ``a``, which ``left`` serves. The
+    last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``."""
     if left == curves.plain:
         return [(b, right)]
     if right == curves.plain:
@@ -284,7 +284,7 @@ def _starts_between(curves: Curves, left: str, right: str, a: int, b: int) -> li
         if first < end:
             found += [(first, curves.plain), (_first_not_slower(curves, name, a, b, first, end), name)]
     found.append((b, right))
-    # A start that the next one has, too, has no M.
+    # Where the next run begins at the same M, a run is empty.
     return [start for start, after in itertools.pairwise([*found, (b + 1, "")]) if start[0] < after[0]]
 
 

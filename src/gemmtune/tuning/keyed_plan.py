@@ -42,7 +42,7 @@ class KeyedSession(WeightSession):
                 continue
             if found := self._verified_intervals(kernels, packing):
                 chosen[packing] = found
-        return self._plan(chosen, "each key was timed") if chosen else None
+        return self._plan(chosen, "each key was timed")
 
     def _time_runs(self, kernels: KeyKernels) -> None:
         """Time the kernels at the M of the runs; then again those of packed layouts that looked slower than ATen's

@@ -79,12 +79,12 @@ def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsO
     for layout in (layout for decision in decisions for layout in decision.layouts.values()):
         tested[layout.candidate] = tested.get(layout.candidate, True) and layout.overlap
     for kernel in pool.values():
-        kernel.overlap = tested.get(kernel.id, overlaps_untested(kernel.found_at))
+        kernel.overlap = tested.get(kernel.id, overlap_without_test(kernel.found_at))
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
 
 
-def overlaps_untested(sizes: Iterable[int]) -> bool:
-    """Whether a kernel for some M that no Decision tested among other work begins before the preceding one ends."""
+def overlap_without_test(sizes: Iterable[int]) -> bool:
+    """Return ``PoolKernel.overlap`` of a kernel for some M that no Decision tested among other work."""
     return min(sizes) <= _OVERLAP_ROWS
 
 

@@ -52,8 +52,6 @@ class PlanSession(WeightSession):
             if not self._extend_pool():
                 break
             self._end = max(self._end, time.perf_counter() + _AGAIN_SHARE * seconds)
-        if not any(chosen.values()):
-            return None
         return self._plan(chosen, stopped)
 
     def _extend_pool(self) -> bool:

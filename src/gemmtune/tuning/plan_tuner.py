@@ -198,15 +198,8 @@ class PlanTuner:
             )  # fmt: skip
 
         if sizes.runs:
-            keyed_session = session(KeyedSession)
-            plan, left_out = keyed_session.run(self._seconds), keyed_session.left_out
-        else:
-            plan_session = session(PlanSession)
-            plan, left_out = plan_session.run(self._seconds, pool.build_each), plan_session.left_out
-        if plan is None:
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in left_out.items()) or "no kernel was timed"
-            log.warning("no plan for %s, whose kernels cannot serve (%s)", weight.problem.plan_key, reasons)
-        return plan
+            return session(KeyedSession).run(self._seconds)
+        return session(PlanSession).run(self._seconds, pool.build_each)
 
     def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
         """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with

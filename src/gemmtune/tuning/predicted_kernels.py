@@ -23,7 +23,7 @@ from ..core.decision import Decision
 from ..core.problem import Problem
 from ..core.target import Target
 from .intervals import Curves, point_weights
-from .plan_pool import PoolKernel, failed_candidates, kernel_pool, overlaps_untested, timed_rows
+from .plan_pool import PoolKernel, failed_candidates, kernel_pool, overlap_without_test, timed_rows
 from .sizes import SizeRange
 
 _APART = 2.5  # the ratio of M for which libraries are asked
@@ -77,7 +77,7 @@ def expected_kernels(
         *predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit),
     ]
     for kernel in expected:
-        kernel.overlap = overlaps_untested(kernel.predicted_for)
+        kernel.overlap = overlap_without_test(kernel.predicted_for)
     return expected
 
 

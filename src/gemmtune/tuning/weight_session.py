@@ -71,11 +71,6 @@ class WeightSession:
         self._verified: dict[str, dict[int, float]] = {}
         self._started = self._end = 0.0
 
-    @property
-    def left_out(self) -> Mapping[str, str]:
-        """The kernels that cannot serve, by id, with the reason."""
-        return self._found.out
-
     def _add(self, kernels: Iterable[PoolKernel]) -> None:
         for kernel in kernels:
             self._found.add(kernel)
@@ -153,7 +148,12 @@ class WeightSession:
 
     # --- the result
 
-    def _plan(self, chosen: Mapping[str, tuple[PlanInterval, ...]], stopped: str) -> TunedPlan:
+    def _plan(self, chosen: Mapping[str, tuple[PlanInterval, ...]], stopped: str) -> TunedPlan | None:
+        """Return the plan with the intervals of each layout; None, with a warning, without any interval."""
+        if not any(chosen.values()):
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._found.out.items())
+            log.warning("no plan for %s, whose kernels cannot serve (%s)", self._problem.plan_key, reasons)
+            return None
         return TunedPlan(
             plan_key=self._problem.plan_key,
             problem=self._problem.to_dict(),

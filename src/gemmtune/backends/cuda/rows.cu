@@ -1,5 +1,6 @@
-// Stores to rows of C from wgmma's fragments, in which a thread has pairs of columns. If sizes and addresses allow, the four
-// lanes that have a row's columns exchange pairs, so that each lane stores a run of adjacent columns.
+// The order of C's tiles, and stores to rows of C from wgmma's fragments, in which a thread has pairs of columns. If sizes
+// and addresses allow, the four lanes that have a row's columns exchange pairs, so that each lane stores a run of adjacent
+// columns.
 
 template <int BYTES> struct Word;
 template <> struct Word<2> { typedef unsigned short type; };
@@ -51,6 +52,7 @@ struct TileOrder {
     __device__ __forceinline__ TileOrder(int rows, int columns, int k)
         : rows(rows), columns(columns),
           band(rows <= BAND_TILES ? rows : min(rows, max(BAND_TILES, BAND_BYTES / (BM * WIDTH * k)))) {}
+    // Return the row and the column of a tile, counted in tiles, by its number in this order.
     __device__ __forceinline__ Tile at(int number) const {
         if (band == rows) return {number % rows, number / rows};
         const int top = number / (band * columns) * band, height = min(band, rows - top), rest = number - top * columns;

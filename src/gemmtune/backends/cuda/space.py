@@ -80,13 +80,13 @@ _START_S = 2e-6
 _SLAB_FLIGHT = 4e4  # bytes of stages, beyond the current one, that keep a block busy half of the time
 _STEP_S = 3.9e-8  # the barriers of a stage
 _EXPOSED_SHARE = 0.2  # share of the second longest of the concurrent activities that adds to the time
-_COLUMN_S = 6.3e-8  # the output of a column of 64 rows
 _CLUSTER_SYNC_S = 6.4e-6  # the blocks of a cluster exchange sums one after the other
 _BETWEEN_BLOCKS = 4.5e10  # bytes per second that a block reads from another block's shared memory
 _CONVERT_S = 2e-7  # conversion of 64 columns of a step of ``mixed``
 # Of ``mixed``, fitted to times of int8 and int4 weights on an H100: the products of a multiprocessor, loads from the L2
 # cache, bytes of stages as in ``_SLAB_FLIGHT``, and bytes per second that the blocks of a cluster exchange.
 _MIXED_FLOPS, _MIXED_L2, _MIXED_FLIGHT, _MIXED_BETWEEN = 1.9e13, 1.6e13, 1.1e4, 1e10
+_COLUMN_S = 6.3e-8  # the output of a column of 64 rows
 
 
 class _SlabCosts(NamedTuple):
