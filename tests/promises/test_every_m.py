@@ -20,7 +20,7 @@ from gemmtune.tuning.verified_sizes import sizes_to_verify
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.protocol import SizedCandidate
 from helpers import planted_kernels
-from helpers.planted_kernels import PACKING, RIGHT, planted
+from helpers.planted_kernels import PACKING, RIGHT, SLOW_ROWS, WRONG_ROWS, faulty_rows, planted, rows_with_fault
 from helpers.undisturbed import undisturbed
 
 
@@ -86,6 +86,27 @@ def assert_right_where_they_serve(plan: TunedPlan) -> None:
         for remainder in (3, 6):
             wrong = [m for m in range(interval.first, interval.last + 1) if m % 7 == remainder]
             assert interval.kernel != planted(remainder).id or not wrong, interval
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_kernels_with_faults_at_some_m_do_not_serve_there() -> None:
+    """Wrong from M = 129 on, wrong at every seventh M, and as slow as three products at odd M."""
+    backends.register("faulty_rows", planted_kernels.ROWS_ENTRY_POINT)
+    store, problem = MemoryStore(), linear_problem(256, 64, 96, "float32")
+    gemmtune.tune(problem, m=range(1, 257), budget=1.0, store=store, backends=["faulty_rows"])
+    plan = store.get_plan(current_target(), problem.plan_key)
+    assert plan is not None
+    assert (plan.first, plan.last) == (1, 256)
+    assert store.failures(current_target(), problem.plan_key).keys() >= {faulty_rows(fault).id for fault in WRONG_ROWS}
+    for fault in (*WRONG_ROWS, *SLOW_ROWS):
+        assert_not_served_with_fault(plan, fault)
+
+
+def assert_not_served_with_fault(plan: TunedPlan, fault: str) -> None:
+    """Assert that no interval of the kernel with a fault contains an M at which it is wrong or slow."""
+    for interval in (interval for found in plan.intervals.values() for interval in found):
+        if interval.kernel == faulty_rows(fault).id:
+            assert not rows_with_fault(fault, interval.first, interval.last), interval
 
 
 @pytest.mark.parametrize("seed", range(3))
