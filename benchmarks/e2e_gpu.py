@@ -1,6 +1,6 @@
 """Compare decode steps of a Llama-3-8B decoder on a GPU: eager PyTorch, torch.compile, max-autotune, and gemmtune.
 
-    python benchmarks/e2e_gpu.py                              8 layers; bf16, int8 weights, fp8; several batches
+    python benchmarks/e2e_gpu.py                              8 layers; bf16, int8 and int4 weights, fp8; batches
     python benchmarks/e2e_gpu.py --cases bf16:1,int8:16 --layers 32
     python benchmarks/e2e_gpu.py --cases bf16:1x2048          a prefill of 2,048 tokens
 
@@ -33,7 +33,7 @@ from torch import Tensor, nn
 
 import gemmtune
 
-CASES = "bf16:1,bf16:16,bf16:64,int8:1,int8:16,int8:64,fp8:16,bf16:1x2048"
+CASES = "bf16:1,bf16:16,bf16:64,int8:1,int8:16,int8:64,int4:1,int4:16,fp8:16,bf16:1x2048"
 PEERS = "eager,compile,max-autotune,gemmtune"
 OURS = "gemmtune"
 # The backend with other options: without programmatic dependent launch of Inductor's kernels, and without several of
@@ -47,6 +47,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, EPS = 4096, 14336, 32, 8, 128256, 1e-5
 CACHE = 256  # positions of the cache of keys and values, beyond those of a prefill
 FP8_MAX = 448.0
+GROUP = 128  # elements of K that share a scale of an int4 weight
 _ROUNDS_S, _LEAST_ROUNDS = 30.0, 5
 
 
@@ -61,6 +62,29 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+class Int4Linear(nn.Module):
+    """gpt-fast's linear of ``_weight_int4pack_mm``: int4 weight with a bf16 scale and a zero for each group of 128."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight = linear.weight.float()
+        groups = weight.reshape(weight.shape[0], -1, GROUP)
+        low, high = groups.amin(2), groups.amax(2)
+        scale = ((high - low) / 15).clamp(min=1e-6)
+        integers = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).reshape(weight.shape)
+        self.register_buffer("pairs", torch.stack((scale, low + 8 * scale), 2).transpose(0, 1).contiguous().bfloat16())
+        if weight.is_cuda:
+            pairs = integers.to(torch.uint8)
+            packed = torch._convert_weight_to_int4pack((pairs[:, ::2] << 4) | pairs[:, 1::2], 8)
+        else:
+            packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.to(torch.int32), 1)
+        self.register_buffer("packed", packed)
+
+    def forward(self, x: Tensor) -> Tensor:
+        multiply = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
+        return multiply(x.reshape(-1, x.shape[-1]), self.packed, GROUP, self.pairs).view(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Module):
@@ -80,7 +104,9 @@ class Fp8Linear(nn.Module):
         return y.view(*x.shape[:-1], -1)
 
 
-LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {"bf16": lambda x: x, "int8": Int8Linear, "fp8": Fp8Linear}
+LINEARS: dict[str, Callable[[nn.Linear], nn.Module]] = {
+    "bf16": lambda x: x, "int8": Int8Linear, "int4": Int4Linear, "fp8": Fp8Linear,
+}  # fmt: skip
 
 
 class RMSNorm(nn.Module):

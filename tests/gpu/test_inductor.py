@@ -18,6 +18,7 @@ from gemmtune.store import MemoryStore
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("fresh_compiler")]
 
 WIDTH, INNER, LAYERS = 1024, 2816, 3
+GROUP = 128  # elements of K that share a scale of an int4 weight
 
 
 class Int8Linear(nn.Module):
@@ -32,6 +33,27 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype)) * self.scales
+
+
+class Int4Linear(nn.Module):
+    """gpt-fast's linear of ``_weight_int4pack_mm``. Float32 activations are multiplied by the dequantised weight."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        groups = linear.weight.detach().float().reshape(linear.out_features, -1, GROUP)
+        low, high = groups.amin(2), groups.amax(2)
+        scale = (high - low) / 15
+        integers = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.uint8)
+        self.register_buffer("integers", integers.reshape(linear.weight.shape))
+        self.register_buffer("pairs", torch.stack((scale, low + 8 * scale), 2).transpose(0, 1).contiguous())
+        data = self.integers.cuda()
+        self.register_buffer("packed", torch._convert_weight_to_int4pack((data[:, ::2] << 4) | data[:, 1::2], 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.dtype == torch.float32:
+            scale, zero = (self.pairs[..., index].t().repeat_interleave(GROUP, 1) for index in range(2))
+            return F.linear(x, (self.integers.float() - 8) * scale + zero)
+        return torch.ops.aten._weight_int4pack_mm(x, self.packed, GROUP, self.pairs)
 
 
 class Layer(nn.Module):
@@ -85,7 +107,9 @@ def assert_replays_match(graph: torch.cuda.CUDAGraph, x: Tensor, result: Tensor,
 
 
 @pytest.mark.parametrize("rows", [1, 16])
-@pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
+@pytest.mark.parametrize(
+    "make", [lambda linear: linear, Int8Linear, Int4Linear], ids=["bf16", "int8 weights", "int4 weights"]
+)
 def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], rows: int) -> None:
     model = make_model(make)
     x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
@@ -108,6 +132,20 @@ def test_products_that_compute_norms_and_gates(
     summaries = [record.message for record in caplog.records if "serves" in record.message]
     assert summaries[-1].endswith(f"{2 * LAYERS} with the norm in front of them, {2 * LAYERS} in gates")
     assert_replays_match(graph, x, result, model)
+
+
+def test_int4_weights_of_pytorchs_operator_are_served() -> None:
+    """On GPUs the operator is far slower than gemmtune's kernels; writes to scales reach a captured graph's weights."""
+    model = make_model(Int4Linear)
+    x = torch.randn(4, WIDTH, device="cuda", dtype=torch.bfloat16)
+    options = {"budget": 1.0, "store": MemoryStore()}
+    compiled = gemmtune.compile(model, options=options)
+    with torch.no_grad():
+        wide = copy.deepcopy(model).float()(x.float())
+        assert (compiled(x).float() - wide).norm() < 2e-2 * wide.norm()
+        (report,) = gemmtune.inductor.explain(model, x, options=options)
+    assert len(report.products) == 3 * LAYERS
+    assert all(product.kernel for product in report.products), report.lines()
 
 
 def test_products_begin_behind_kernels_of_inductor(monkeypatch: pytest.MonkeyPatch) -> None:

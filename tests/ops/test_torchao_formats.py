@@ -12,17 +12,16 @@ from torch import Tensor, nn
 
 import gemmtune
 from gemmtune.core.weights import QuantWeight
-from gemmtune.ops import torchao_formats
+from gemmtune.ops import int4pack, torchao_formats
+from gemmtune.ops.int4pack import signed
 from gemmtune.ops.torchao_formats import (
     UnknownFormatError,
     as_tiles,
     inner_tensors,
     is_from_torchao,
-    nibbles,
     problem,
     quantize,
     read,
-    signed,
 )
 from helpers.int4_tiles import fake_convert, fake_int4pack_mm
 
@@ -292,7 +291,7 @@ def tiled_weight(n: int, k: int, *, fill: int = 11) -> tuple[Any, Tensor, Tensor
 @pytest.fixture
 def tile_operators(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", fake_convert)
-    monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", fake_int4pack_mm)
+    monkeypatch.setattr(int4pack, "weight_int4pack_mm", fake_int4pack_mm)
 
 
 @pytest.mark.usefixtures("tile_operators")
@@ -336,11 +335,6 @@ def test_other_int4_weights_in_tiles_are_refused() -> None:
 
 
 # --- other weights -----------------------------------------------------------------------------------------------
-
-
-def test_nibbles_and_signed_are_inverse() -> None:
-    values = torch.randint(-8, 8, (5, 12), dtype=torch.int8)
-    assert torch.equal(signed(nibbles(values)), values)
 
 
 @pytest.mark.parametrize(

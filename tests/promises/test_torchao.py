@@ -15,7 +15,7 @@ from torch.nn import functional as F
 import gemmtune
 from gemmtune.core.errors import PackedWeightError
 from gemmtune.nn.quantized_tensor import QuantizedTensor, pack_quantized
-from gemmtune.ops import torchao_formats
+from gemmtune.ops import int4pack, torchao_formats
 from gemmtune.ops.packing import pack
 from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
@@ -308,7 +308,7 @@ def test_tile_packed_int4_weights_are_read_and_restored(
     """Only GPUs have the operators of Int4TilePackedTo4dTensor. One of the shapes has torchao's padding."""
     tiled = ao.Int4TilePackedTo4dTensor
     monkeypatch.setattr(torchao_formats, "convert_weight_to_int4pack", fake_convert)
-    monkeypatch.setattr(torchao_formats, "weight_int4pack_mm", fake_int4pack_mm)
+    monkeypatch.setattr(int4pack, "weight_int4pack_mm", fake_int4pack_mm)
     (n, k), group = shape, 128
     rows, columns = -(-n // 8) * 8, -(-k // 1024) * 1024
     values = torch.full((rows, columns), 11, dtype=torch.uint8)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -218,15 +219,28 @@ def test_kernel_slow_at_odd_m_is_irregular(slow_s: float) -> None:
     regular = staircase(2.0, 0.5, 64)
     models = {"odd": lambda m: regular(m) * (slow_s if m % 2 else 1.0), "k": regular, PLAIN: staircase(1.0, 0.2)}
     found = intervals.irregular(sample_curves(models, (1, 2, 3, 4, 16, 17, 32), plain=PLAIN))
-    assert found == ({"odd": [17]} if slow_s > intervals.IRREGULAR else {})
+    assert found == ({"odd": {17: 32}} if slow_s > intervals.IRREGULAR else {})
 
 
 def test_only_the_range_in_which_a_kernel_may_serve_is_judged() -> None:
     models = {"large": lambda m: 9.0 if m < 8 else 5.0 if m == 8 else 2.0, "k": lambda m: 1.0 if m < 16 else 3.0}
     curves = sample_curves(models, (1, 2, 4, 8, 16, 32))
     assert intervals.irregular(curves) == {}
-    assert intervals.irregular(curves, 1) == {"large": [8]}
-    assert intervals.irregular(curves, 2) == {"large": [4, 8]}
+    assert intervals.irregular(curves, 1) == {"large": {8: 32}}
+    assert intervals.irregular(curves, 2) == {"large": {8: 32, 4: 32}}
+
+
+@pytest.mark.parametrize(("noise", "is_irregular"), [(0.02, True), (0.3, False)])
+def test_kernels_are_not_irregular_within_the_noise(noise: float, is_irregular: bool) -> None:
+    models = {"k": lambda m: 1.5 if m == 8 else 1.0}
+    curves = replace(sample_curves(models, (4, 8, 16)), noise={8: noise, 16: noise})
+    assert intervals.irregular(curves) == ({"k": {8: 16}} if is_irregular else {})
+
+
+@pytest.mark.parametrize(("reference", "is_irregular"), [({8: 4.0, 16: 4.4}, True), ({8: 6.0, 16: 4.0}, False)])
+def test_a_slow_machine_makes_no_kernel_irregular(reference: dict[int, float], is_irregular: bool) -> None:
+    curves = sample_curves({"k": lambda m: 1.5 if m == 8 else 1.0}, (4, 8, 16))
+    assert intervals.irregular(curves, 0, reference) == ({"k": {8: 16}} if is_irregular else {})
 
 
 @given(simulated_curves())

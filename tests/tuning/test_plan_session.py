@@ -369,11 +369,23 @@ def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryS
     worker.stalls[SMALL.id, 32] = 5.0
     session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
     found = session._found
-    assert found._suspicious(found.curves("")) == {32: [SMALL.id]}
+    assert found._suspicious("") == {32: [SMALL.id], 64: [SMALL.id]}
     worker.stalls[SMALL.id, 32] = 5.0
-    session._time({32: [SMALL.id]}, 1.0)
-    assert found._suspicious(found.curves("")) == {}
-    assert found.out == {SMALL.id: "irregular: slower at M = 32 than at a larger M"}
+    session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
+    assert found._suspicious("") == {}
+    assert found.out == {SMALL.id: "irregular: slower at M = 32 than at M = 64"}
+
+
+def test_surcharges_that_fall_with_m_make_no_kernel_irregular(clock: FakeTime, store: MemoryStore) -> None:
+    packed = simulated("packed", SMALL.seconds, packing="p:x")
+    worker = FakeWorker(clock, [packed])
+    session = PlanSession(
+        PROBLEM, current_target(), store, worker, decisions_at([packed], TUNED), RANGE, silent, 0, counts={}
+    )  # type: ignore[arg-type]
+    session._extend_pool()
+    session._found.surcharges = {"packed": {1: 2.0, 64: 1.0}}
+    session._time({m: [packed.id] for m in (1, 2, 64)}, 1.0)
+    assert session._found._suspicious("p:x") == {}
 
 
 # --- time

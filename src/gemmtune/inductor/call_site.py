@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import dtype_of
+from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows, round_to_dtype, wide_dtype
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..core import devices
 from ..core.call import Call
@@ -22,6 +22,7 @@ from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.fallback import specialize_fallback
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
+from ..ops import int4pack
 from ..ops.packing import pack
 from .costs import layouts_of
 from .graph_call import GraphCall
@@ -83,7 +84,9 @@ class CallSite:
         problem = self.call.problem.with_m(a.shape[-2])
         if problem.is_empty or not out.numel():
             return self._plain(a, weights, aux)
-        run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
+        run = self._packed_run(a, weights, aux)
+        if run is None:  # int4pack: a second copy of the weight that is no faster than PyTorch's would be for nothing
+            run = self._plain(a, weights, aux) if self.call.form == "int4pack" else self._raw_run(a, weights, aux)
         if not devices.is_capturing(a.device):
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
@@ -162,21 +165,31 @@ class CallSite:
         packed = self._packed.get(weights, layout)
         if packed is not None or devices.is_capturing(device):
             return packed
-        parts = len(self.call.parts)
         with torch.inference_mode(False), torch.no_grad():
-            data = weights[0].t() if self.call.form == "matrix" else _joined(weights[:parts])
-            quant = self.call.problem.b.quant
-            scale, zero_point = (None, None) if quant is None else self._quantization(weights)
+            arguments = self._pack_arguments(weights)
+            if arguments is None:
+                return None
             try:
-                packed = pack(
-                    data, scale=scale, zero_point=zero_point, group_size=None if quant is None else quant.group,
-                    m=[self.call.problem], layout=layout,
-                )  # fmt: skip
+                packed = pack(**arguments, m=[self.call.problem], layout=layout)
             except UnsupportedError as error:
                 RUNTIME.warn_once(f"a weight of a compiled graph is served unpacked: {error}")
                 return None
         self._packed.put(weights, layout, packed)
         return packed
+
+    def _pack_arguments(self, weights: Sequence[Tensor]) -> dict[str, Any] | None:
+        """Return the arguments of ``pack`` that are the weight; None for an int4 weight that ``pack`` does not take."""
+        parts, quant = len(self.call.parts), self.call.problem.b.quant
+        if self.call.form == "matrix":
+            return {"weight": weights[0].t()}
+        if quant is None:
+            return {"weight": _joined(weights[:parts])}
+        if self.call.form == "int4pack":
+            return int4pack_arguments(weights[:parts], weights[parts:], quant.group, self.call.problem.k)
+        scale, zero_point = self._quantization(weights)
+        return {
+            "weight": _joined(weights[:parts]), "scale": scale, "zero_point": zero_point, "group_size": quant.group
+        }  # fmt: skip
 
     def _by_packed_kernel(
         self, kernel: Kernel, layout: str, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
@@ -232,6 +245,8 @@ class CallSite:
     def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by PyTorch's own functions."""
         problem = self.call.problem
+        if self.call.form == "int4pack":
+            return self._run_int4pack
         same = problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
         if same:
 
@@ -246,11 +261,43 @@ class CallSite:
 
         return run
 
+    def _run_int4pack(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+        """Compute the product by ``_weight_int4pack_mm``, with the Problem's norm in front and its steps behind it."""
+        problem, parts = self.call.problem, len(self.call.parts)
+        assert problem.b.quant is not None
+        group, norm = problem.b.quant.group or problem.k, problem.norm
+        if norm is not None:
+            a, aux, problem = normalize_rows(a, norm, aux[0]), aux[1:], problem.without_norm()
+        products = [
+            int4pack.multiply(a, packed, group, pairs)
+            for packed, pairs in zip(weights[:parts], weights[parts:], strict=True)
+        ]
+        result = products[0] if parts == 1 else torch.cat(products, 1)
+        if problem.epilogue:
+            result = apply_steps(result.to(wide_dtype(result.dtype)), problem.epilogue, aux)
+        write_result(out, round_to_dtype(result, dtype_of(problem.out_dtype)))
+
+
+def int4pack_arguments(
+    packed: Sequence[Tensor], pairs: Sequence[Tensor], group: int | None, k: int
+) -> dict[str, Any] | None:
+    """Return the arguments of ``pack`` for int4 weights in the layout of ``_weight_int4pack_mm``, side by side; None
+    where one has no zero points (``int4pack.zero_points``). pairs: their scales and zeros. group: None if it is K."""
+    read = [int4pack.read(data, group or k, scales, k) for data, scales in zip(packed, pairs, strict=True)]
+    weights = [weight for weight in read if weight is not None and weight.zero_point is not None]
+    if len(weights) < len(read):
+        return None
+    zero_points = [weight.zero_point for weight in weights if weight.zero_point is not None]
+    return {
+        "weight": torch.cat([weight.data.t() for weight in weights]), "bits": 4, "group_size": group,
+        "scale": torch.cat([weight.scale for weight in weights], -1), "zero_point": torch.cat(zero_points, -1),
+    }  # fmt: skip
+
 
 def _scales_of(call: GraphCall) -> MergedWeights | GroupedScales:
     """Return what has the scales, or the zero points, of a call's weights as kernels take them."""
     quant = call.problem.b.quant
-    if quant is None or (quant.group is None and not quant.zero_point):
+    if call.form == "int4pack" or quant is None or (quant.group is None and not quant.zero_point):
         return MergedWeights(movable=False)
     groups = 1 if quant.group is None else -(-call.problem.k // quant.group)
     return GroupedScales(dtype_of(quant.scale_dtype), groups)

@@ -10,7 +10,7 @@ import torch
 from ..backends.aten.steps import dtype_of
 from ..core.problem import Problem
 
-Form = Literal["linear", "matrix", "weight_only"]
+Form = Literal["linear", "matrix", "weight_only", "int4pack"]
 
 
 class GraphCall(NamedTuple):
@@ -21,6 +21,8 @@ class GraphCall(NamedTuple):
       - ``matrix``: b [K, N] ([batch, K, N] for a batched product), with the strides that the Problem names.
       - ``weight_only``: integer weights [N, K], one for each part, then their scales [N] ([N, groups] where groups of K
         have one each), then, if the Problem's weight has zero points, those of each part, in the scales' shape.
+      - ``int4pack``: int4 weights in the layout of ``_weight_int4pack_mm``, one for each part, then their scales and
+        zeros [groups, N, 2].
     parts: the N of each weight. aux_in_parts: the position of the epilogue's tensor [N] that comes in parts, too (a
     bias, the scales of a weight's columns); None: none does. Its parts follow the weights, and the epilogue's other
     tensors follow them, each in the shape of its step's axis.
@@ -42,6 +44,8 @@ class GraphCall(NamedTuple):
         quant = self.problem.b.quant
         if not self.parts:
             return 1
+        if self.form == "int4pack":
+            return 2 * len(self.parts)
         return len(self.parts) * (1 if self.form == "linear" or quant is None else 2 + quant.zero_point)
 
     @property

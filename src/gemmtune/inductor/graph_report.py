@@ -100,7 +100,7 @@ def _report(product: Product, form: Form | None) -> ProductReport:
         problem = product.problem(product.fixed)
         return ProductReport(
             _nodes(product, product.fixed), label(problem), problem.key, "inductor",
-            reason=_why_not_served(cost_of(problem, device)),
+            reason=_why_not_served(product, cost_of(problem, device)),
         )  # fmt: skip
     problem, cost = form.call.problem, cost_of(form.call.problem, device)
     name: FormName = "merged" if len(form.products) > 1 else "fused" if form.length > product.fixed else "alone"
@@ -108,8 +108,8 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     length = form.length if product is form.products[0] else product.fixed
     return ProductReport(
         _nodes(product, length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
-        _ratio(problem.key, kernel, device, RUNTIME.generation), normed=form.normed,
-        gated=form.gated,
+        _ratio(problem.key, kernel, device, RUNTIME.generation) if product.torch_s is None else None,
+        normed=form.normed, gated=form.gated,
     )  # fmt: skip
 
 
@@ -118,9 +118,12 @@ def _nodes(product: Product, length: int, *, normed: bool = False) -> tuple[str,
     return (*first, product.node.name, *(link.node.name for link in product.chain[:length]))
 
 
-def _why_not_served(cost: Cost | None) -> str:
-    """Return why no kernel of gemmtune's serves a product, by the cost of its Problem."""
-    return "it was not tuned" if cost is None else f"PyTorch's operator takes {1e6 * cost.seconds:.1f} us"
+def _why_not_served(product: Product, cost: Cost | None) -> str:
+    """Return why no kernel of gemmtune's serves a product. cost: of its Problem."""
+    if cost is None:
+        return "it was not tuned"
+    seconds = cost.seconds if product.torch_s is None else product.torch_s()
+    return "PyTorch's operator was not timed" if seconds is None else f"PyTorch's operator takes {1e6 * seconds:.1f} us"
 
 
 @functools.lru_cache(maxsize=256)

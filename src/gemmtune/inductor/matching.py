@@ -1,11 +1,14 @@
-"""Products in an ATen graph, as Problems: mm, addmm, bmm, _int_mm, _scaled_mm, and products by int8 and fp8 weights."""
+"""Products in an ATen graph, as Problems: mm, addmm, bmm, _int_mm, _scaled_mm, and products by int8, int4 and fp8
+weights."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, fx
 
 from .. import fuse
@@ -22,6 +25,7 @@ from ..ops.scaled_mm import describe as describe_scaled_mm
 from .dequantized import constant_vector, dequantized_weight, grouped_weight
 from .epilogues import Link, links
 from .graph_call import Form, GraphCall
+from .int4pack_time import operator_s
 from .nodes import (
     FLOATS,
     aten,
@@ -49,6 +53,7 @@ class Product:
     after the other. chain: the operations that follow (``epilogues.links``). fixed: how many of them, the first ones,
     belong to the Problem in any case. norm: the norm whose result ``a`` is, if the kernel may compute it.
     rounds_weight: whether eager PyTorch rounds a dequantised weight, or its scales, where the Problem does not.
+    torch_s: returns the seconds of PyTorch's operator, or None, where it takes part in no race.
     """
 
     node: fx.Node
@@ -65,6 +70,7 @@ class Product:
     fixed: int = 0
     norm: Norm | None = None
     rounds_weight: bool = False
+    torch_s: Callable[[], float | None] | None = None
     _problems: dict[int, Problem] = dataclasses.field(default_factory=dict)
 
     @property
@@ -95,7 +101,7 @@ class Product:
 
     def call(self, length: int, *, normed: bool = False) -> GraphCall:
         """Return the GraphCall with the first ``length`` operations of the chain. normed: as for ``problem``."""
-        parts = (self.columns,) if self.form in ("linear", "weight_only") else ()
+        parts = () if self.form == "matrix" else (self.columns,)
         return GraphCall(self.problem(length, normed=normed), self.form, parts)
 
     def tensors(self, length: int, *, normed: bool = False) -> tuple[fx.Node, ...]:
@@ -363,6 +369,33 @@ def _by_grouped_weight(
     return Product(node, a, weights, "weight_only", describe, value.shape[0], n, own, aux, parts, rounds_weight=True)
 
 
+def _int4pack_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
+    """Return the Product by an int4 weight that PyTorch's operator has packed (``ops.int4pack``)."""
+    a, packed, group, pairs = _arguments(node)
+    x, value, scales = meta_tensor(a), value_of(node), meta_tensor(pairs)
+    if x is None or value is None or scales is None:
+        raise NoProblemError("the sizes of an operand are not known while compiling")
+    if packed not in constants or pairs not in constants:
+        raise NoProblemError("its weight and its scales may change between calls")
+    (groups, n, _), k = scales.shape, x.shape[1]
+    if groups * group != k or not scales.is_contiguous():
+        raise NoProblemError(f"scales of shape {list(scales.shape)} for groups of {group} of K = {k}")
+    integers = torch.empty((n, k // 2), dtype=torch.uint8, device="meta")
+    numbers = torch.empty((groups, n), device="meta")  # float32, in which zero points have no rounding that counts
+    weight = quant_weight(integers.t(), numbers, numbers, 4, group, k)
+
+    def describe(steps: Sequence[BoundStep]) -> Problem:
+        return describe_product(x, weight, list(steps), constant=True).problem
+
+    product = Product(node, a, (packed, pairs), "int4pack", describe, value.shape[0], n, rounds_weight=True)
+    data = meta_tensor(packed)
+    if data is None:
+        raise NoProblemError("its weight has no strides")
+    device = value.device
+    product.torch_s = functools.partial(operator_s, describe([]), tuple(data.shape), data.dtype, scales.dtype, device)
+    return product
+
+
 def _baddbmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     raise NoProblemError("batched products have no epilogue in a graph")
 
@@ -379,4 +412,6 @@ _MATCHERS: dict[Any, Callable[[fx.Node, Collection[fx.Node]], Product]] = {
     aten._scaled_mm.default: _scaled_mm,
     aten.baddbmm.default: _baddbmm,
     aten._weight_int8pack_mm.default: _packed_by_inductor,
+    aten._weight_int4pack_mm.default: _int4pack_mm,
+    aten._weight_int4pack_mm_for_cpu.default: _int4pack_mm,
 }

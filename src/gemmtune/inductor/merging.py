@@ -15,7 +15,7 @@ def merge_groups(products: Sequence[Product]) -> list[tuple[Product, ...]]:
     """Return the products of one input that could be one: by different constant weights, with equal steps."""
     groups: dict[object, list[Product]] = {}
     for product in products:
-        if product.form in ("linear", "weight_only") and _is_mergeable(product):
+        if product.form != "matrix" and _is_mergeable(product):
             problem = product.problem(product.fixed)
             steps = tuple(step.key for step in problem.epilogue)
             key = (

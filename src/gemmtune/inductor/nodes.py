@@ -21,6 +21,7 @@ EXTERN = (
     aten.mm.default, aten.addmm.default, aten.bmm.default, aten._int_mm.default, aten._scaled_mm.default,
     aten._scaled_dot_product_flash_attention.default, aten._scaled_dot_product_efficient_attention.default,
     aten._scaled_dot_product_cudnn_attention.default, aten._scaled_dot_product_flash_attention_for_cpu.default,
+    aten._weight_int4pack_mm.default, aten._weight_int4pack_mm_for_cpu.default,
 )  # fmt: skip
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)  # those of Problems in graphs
 CONVERT = prims.convert_element_type.default

@@ -31,6 +31,9 @@ from .wide_forms import WideForm, wide_forms
 
 _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
+_UNPAIRED = (
+    0.9  # PyTorch's operator counts as this share of a time that was measured in no race: the machine's speed varies
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -213,6 +216,11 @@ class GraphPlan:
                 if seconds is None:
                     continue
                 plain = Cost(seconds, False)
+            if product.torch_s is not None:
+                torch_s = product.torch_s()
+                if torch_s is None:
+                    continue
+                plain = min(plain, Cost(_UNPAIRED * torch_s, False))
             call = product.call(product.fixed)
             form = Form((product,), call, product.fixed, plain.seconds) if plain.beats_torch else None
             result[id(product)] = _Alone(form, plain.seconds)

@@ -22,7 +22,7 @@ from ..core.problem import Problem, Quant
 from ..core.torch_compat import make_wrapper_subclass, to_copy
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.torch_state import in_transform, is_autocast_on
-from ..ops import torchao_formats
+from ..ops import int4pack, torchao_formats
 from ..ops.int_mm import int_mm
 from ..ops.mixed_mm import mixed_mm
 from ..ops.packing import pack, unpack
@@ -311,7 +311,7 @@ def _integers(parts: Sequence[Tensor], spec: str) -> Tensor:
     operand = operand_of(parts, spec)
     raw = unpack(operand) if isinstance(operand, PackedWeight) else operand
     data = raw.data.t() if isinstance(raw, QuantWeight) else (raw if isinstance(operand, PackedWeight) else raw.t())
-    return torchao_formats.signed(data) if fields_of(spec)["bits"] == 4 else data.clone()
+    return int4pack.signed(data) if fields_of(spec)["bits"] == 4 else data.clone()
 
 
 def _source_data(parts: Sequence[Tensor], spec: str) -> Tensor:
@@ -382,7 +382,7 @@ def _run_dequantize(weight: Sequence[Tensor], spec: str) -> Tensor:
             product: Tensor = integers.float() * weight[fields["count"]].reshape(-1, 1)
             return product.to(dtype)
         data, scale, zero = raw.data.t(), raw.scale.float(), raw.zero_point
-        values = (torchao_formats.signed(data) if fields["bits"] == 4 else data).float()
+        values = (int4pack.signed(data) if fields["bits"] == 4 else data).float()
         shift = 8.0 if fields["bits"] == 4 else 0.0
         group = fields["group"] or fields["k"]
 

@@ -18,9 +18,10 @@ from .. import fuse
 from ..core.checks import FLOATS
 from ..core.memory import why_not_addressable
 from ..core.problem import Problem
-from ..core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
+from ..core.torch_compat import convert_weight_to_int4pack
 from ..core.weights import QuantWeight
 from . import int_mm, scaled_mm
+from .int4pack import nibbles, unpacked_integers, zero_points
 from .mixed_mm import describe_product, quant_weight
 
 OpName = Literal["mixed_mm", "int_mm", "scaled_mm"]
@@ -191,19 +192,6 @@ def _intx(weight: Any) -> QuantizedWeight:
     return QuantizedWeight(data, scale, zero_point, bits, group, activation, weight.dtype, weight, autocast=True)
 
 
-def nibbles(values: Tensor) -> Tensor:
-    """Return int8 [N, K] of -8 to 7 as uint8 [N, K / 2]: 8 is added to each, and each byte has two along K, the low
-    nibble first."""
-    shifted = (values + 8).to(torch.uint8)
-    return shifted[:, ::2] | (shifted[:, 1::2] << 4)
-
-
-def signed(pairs: Tensor) -> Tensor:
-    """Return int8 [N, K] of -8 to 7 from the uint8 [N, K / 2] that ``nibbles`` returns for it."""
-    low, high = pairs & 15, pairs >> 4
-    return torch.stack((low, high), 2).reshape(pairs.shape[0], -1).to(torch.int8) - 8
-
-
 _INNER_TILES = 8  # of torchao's calls of ``_convert_weight_to_int4pack``
 
 
@@ -214,21 +202,15 @@ def _int4_tiles(weight: Any) -> QuantizedWeight:
     group = int(weight.block_size[-1])
     pairs = weight.scale_and_zero  # [groups, N, 2], of the padded weight: w = (q - 8) * scale + zero
     padded_n, padded_k = weight.qdata.shape[0] * 8, weight.qdata.shape[1] * 16 * _INNER_TILES
-    unit_scale_and_zero = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
-    # The product with the identity is q - 8. No other op reads this layout. Integers below 9 are exact in bfloat16.
-    identity = torch.eye(padded_k, dtype=torch.bfloat16, device=pairs.device)
-    values = weight_int4pack_mm(identity, weight.qdata, group, unit_scale_and_zero).t().to(torch.int8)
-    scale, offset = pairs[: k // group, :n, 0].float(), pairs[: k // group, :n, 1].float()
-    if k % group or bool((scale == 0).any()):
+    values = unpacked_integers(weight.qdata, group, pairs, padded_k)
+    scales = None if k % group else zero_points(pairs[: k // group, :n])
+    if scales is None:
         raise UnknownFormatError("has a scale of 0, or a last group that is shorter than the others")
-    zero_point = (8 - offset / scale).contiguous()
     tiles = (padded_n, padded_k, int(values[-1, -1]) + 8)
     values = values[:n, :k].contiguous()
     if not torch.equal(as_tiles(values, tiles), weight.qdata):
         raise UnknownFormatError("has a padding that differs from element to element")
-    return QuantizedWeight(
-        nibbles(values), scale.contiguous(), zero_point, 4, group, "", weight.dtype, weight, tiles=tiles
-    )
+    return QuantizedWeight(nibbles(values), *scales, 4, group, "", weight.dtype, weight, tiles=tiles)
 
 
 def as_tiles(values: Tensor, tiles: tuple[int, int, int]) -> Tensor:

@@ -120,25 +120,32 @@ class Curves:
         return weight
 
 
-def irregular(curves: Curves, margin: int = 0) -> dict[str, list[int]]:
-    """Return the kernels whose time at some M is far above their own time at a larger M, with these M: other M, which
-    were not measured, may be as slow.
+def irregular(
+    curves: Curves, margin: int = 0, reference: Mapping[int, float] | None = None
+) -> dict[str, dict[int, int]]:
+    """Return the kernels whose time at some M is far above their own time at a larger M, beyond the noise of both:
+    other M, which were not measured, may be as slow. By kernel: each such M, with the larger M of the least time.
 
-    Only the range of M in which a kernel may serve counts: from the first to the last M at which its time is close to
-    the least, and ``margin`` more measured M on either side.
+    reference: seconds by M of ATen's plain op. Where it was slower, too, than at the larger M, the machine was. Only
+    the range of M in which a kernel may serve counts: from the first to the last M at which its time is close to the
+    least, and ``margin`` more measured M on either side. Surcharges must not be part of the times: they fall with M.
     """
-    found: dict[str, list[int]] = {}
+    found: dict[str, dict[int, int]] = {}
+    reference = reference or {}
     least = least_times(curves.times.values())
     for name, times in curves.times.items():
         sizes = sorted(times)
         close = [index for index, m in enumerate(sizes) if times[m] <= (1.0 + CLOSE) * least[m]]
         inside = set(sizes[max(close[0] - margin, 0) : close[-1] + margin + 1]) if close else set()
-        least_above = math.inf
+        fastest = sizes[-1] if sizes else 0  # of the M above
         for m in reversed(sizes):
-            if m in inside and times[m] > IRREGULAR * least_above:
-                found.setdefault(name, []).append(m)
-            least_above = min(least_above, times[m])
-    return {name: sorted(sizes) for name, sizes in found.items()}
+            noise = (1.0 + curves.noise.get(m, 0.0)) * (1.0 + curves.noise.get(fastest, 0.0))
+            slower = reference[m] / reference[fastest] if {m, fastest} <= set(reference) else 1.0
+            if m in inside and times[m] > IRREGULAR * noise * max(1.0, slower) * times[fastest]:
+                found.setdefault(name, {})[m] = fastest
+            if times[m] < times[fastest]:
+                fastest = m
+    return found
 
 
 def point_weights(curves: Curves) -> dict[int, float]:

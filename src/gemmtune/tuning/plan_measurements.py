@@ -88,10 +88,12 @@ class Measurements:
             and self.times[name][size] > _FAR_BEHIND * least[size]
         }
 
-    def curves(self, packing: str) -> Curves:
-        """Return the times of a layout's kernels in the surroundings where they are slowest beside ATen's plain op."""
+    def curves(self, packing: str, *, surcharged: bool = True) -> Curves:
+        """Return the times of a layout's kernels in the surroundings where they are slowest beside ATen's plain op.
+        surcharged: False for their times as they were measured."""
         names = [name for name, kernel in self.pool.items() if (kernel.packing or "") == packing]
-        slower = {m: surcharge_at(self.surcharges, packing, m) for name in names for m in self.times[name]}
+        surcharges = self.surcharges if surcharged else {}
+        slower = {m: surcharge_at(surcharges, packing, m) for name in names for m in self.times[name]}
         times = {
             name: {m: s if self.pool[name].is_plain else s * slower[m] for m, s in self.times[name].items()}
             for name in names
@@ -154,7 +156,7 @@ class Measurements:
     def next_measurements(self, packing: str) -> dict[int, list[str]]:
         """Return the M to measure next for a layout, with the kernels to time there."""
         curves = self.curves(packing)
-        if suspicious := self._suspicious(curves):
+        if suspicious := self._suspicious(packing):
             return self._again(curves, suspicious)
         curves = curves.without(self.out)
         if not curves.times or not curves.sizes:
@@ -171,18 +173,20 @@ class Measurements:
         sizes = [intervals.next_size(curves, gap, odd=index % 2 == 0) for index, gap in enumerate(urgent[:BATCH])]
         return {m: self.names_near(curves, m) for m in sizes}
 
-    def _suspicious(self, curves: Curves) -> dict[int, list[str]]:
-        """Return the M to measure again because kernels looked irregular there, with these kernels. Those that looked
-        so repeatedly are left out."""
+    def _suspicious(self, packing: str) -> dict[int, list[str]]:
+        """Return the M to measure again because kernels of a layout looked irregular, with these kernels: where they
+        were slow, and the larger M at which they were fast. Those that looked so repeatedly are left out."""
         again: dict[int, list[str]] = {}
-        curves = curves.without(self.out)
-        certain = intervals.irregular(curves)
-        for name, slow in intervals.irregular(curves, 1).items():
-            once = [m for m in slow if self.timed_often[name, m] < _RETIMED]
+        curves = self.curves(packing, surcharged=False).without(self.out)
+        reference = next((self.times[name] for name, kernel in self.pool.items() if kernel.is_plain), {})
+        certain = intervals.irregular(curves, 0, reference)
+        for name, slow in intervals.irregular(curves, 1, reference).items():
+            once = {m for pair in slow.items() for m in pair if self.timed_often[name, m] < _RETIMED}
             for m in once:
                 again.setdefault(m, []).append(name)
             if not once and name in certain and name != curves.plain:
-                self.out[name] = f"irregular: slower at M = {certain[name][0]} than at a larger M"
+                m = min(certain[name])
+                self.out[name] = f"irregular: slower at M = {m} than at M = {certain[name][m]}"
         return again
 
     def slower_than_plain(self, points: Mapping[int, str]) -> dict[int, list[str]]:
