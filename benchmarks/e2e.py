@@ -4,6 +4,7 @@ gemmtune, gemmtune's model under torch.compile, and the plain model under torch.
 python benchmarks/e2e.py [--variant int8] [--rounds 7] [--no-compile]
 python benchmarks/e2e.py --prefill 256        a prefill of 256 tokens in place of decoding
 python benchmarks/e2e.py --variant bf16 --groups 64   torchao's int8 weights with a scale for each 64 elements of K
+python benchmarks/e2e.py --variant bf16 --int4        gpt-fast's int4 weights (_weight_int4pack_mm_for_cpu), compiled
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "examples"))
 import llama
 import torch
 from harness import Spread, paired_ratios, write_results
-from torch import Tensor
+from quantized_linears import Int4Linear
+from torch import Tensor, nn
 
 import gemmtune
 
@@ -52,8 +54,14 @@ def compiled(model: llama.Llama) -> Any:
 
 
 def build(source: Any, args: argparse.Namespace) -> Any:
-    """Return the decoder of examples/llama.py, or of another module with its functions; quantised if args.groups."""
+    """Return the decoder of examples/llama.py, or of another module with its functions; quantised if args.groups or
+    args.int4."""
     model, _ = source.factory(args.variant, source.Config(layers=args.layers))
+    if args.int4:
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear):
+                    setattr(parent, name, Int4Linear(child).requires_grad_(False))
     if args.groups:
         from torchao.quantization import IntxWeightOnlyConfig, quantize_
         from torchao.quantization.granularity import PerGroup
@@ -97,6 +105,7 @@ def main() -> None:
     parser.add_argument(
         "--groups", type=int, default=0, help="elements of K that share a scale, of a floating variant [0]"
     )
+    parser.add_argument("--int4", action="store_true", help="int4 weights in groups of 128, of the variant bf16")
     parser.add_argument("--steps", type=int, default=16, help="tokens a turn [16]")
     parser.add_argument("--rounds", type=int, default=7, help="interleaved turns [7]")
     parser.add_argument("--layers", type=int, default=4)
@@ -109,15 +118,17 @@ def main() -> None:
     runners = {"eager": Runner(plain, plain.new_cache(args.batch))}
     if not args.no_compile:
         runners["torch.compile"] = Runner(compiled(copy.deepcopy(plain)), plain.new_cache(args.batch))
-    tuned = copy.deepcopy(plain)
     step = torch.zeros(args.batch, args.prefill or 1, dtype=torch.int64)
     position = 0 if args.prefill else PROMPT
-    gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget, m=None)
-    runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
-    if not args.no_compile:
+    if not args.int4:  # optimize replaces modules that it knows; this one calls an operator
+        tuned = copy.deepcopy(plain)
+        gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget, m=None)
+        runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
+    if not (args.no_compile or args.int4):
         second = build(_import_llama("llama_again"), args)
         gemmtune.optimize(second, [(step, second.new_cache(args.batch), position)], tune=False)
         runners["gemmtune, compiled"] = Runner(compiled(second), second.new_cache(args.batch))
+    if not args.no_compile:
         third = build(_import_llama("llama_inside"), args)
         inside = gemmtune.compile(third, options={} if args.budget is None else {"budget": args.budget})
         runners["backend=gemmtune"] = Runner(inside, third.new_cache(args.batch))
@@ -138,6 +149,7 @@ def main() -> None:
         layers=args.layers,
         prefill=args.prefill,
         groups=args.groups,
+        int4=args.int4,
     )
 
 

@@ -31,9 +31,8 @@ from .wide_forms import WideForm, wide_forms
 
 _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
-_UNPAIRED = (
-    0.9  # PyTorch's operator counts as this share of a time that was measured in no race: the machine's speed varies
-)
+# PyTorch's operator counts as this share of a time that was not measured in a race: the machine's speed varies.
+_UNPAIRED = 0.9
 
 
 @dataclasses.dataclass(frozen=True)
