@@ -17,7 +17,6 @@ namespace gemmtune {
 namespace {
 
 constexpr int64_t kAlignment = 64;
-constexpr int64_t kMaxPanelColumns = kLanes * kMaxVectors;
 
 constexpr int64_t align_up(int64_t bytes) { return ceil_div(bytes, kAlignment) * kAlignment; }
 
@@ -99,11 +98,12 @@ struct Gemm::Scratch {
   char* a;             // packed rows
   char* c;             // accumulator tiles
   char* b;             // expanded or raw-packed block
-  float* scale;        // one panel's scales of one segment
-  float* zero;
+  float* scale;        // [segments of a K block, columns of a panel]
+  float* zero;         // the same of zero points
   float* sums;         // [segments, rows] sums of A
   int32_t* compensation;  // of raw B, for each column of the panels in [jc, jc_end)
   int64_t packed_batch = -1, packed_row = -1, packed_rows = -1, packed_k = -1;  // the part of A that `a` holds
+  int64_t scaled_panel = -1, scaled_k = -1;  // the panel and the first k of `scale` and `zero`
   uint32_t tile_state = 0;  // TileArgs::tile_state of this thread
 };
 
@@ -142,6 +142,7 @@ Gemm::Gemm(const IsaOps& isa, Config config) : isa_(isa), cfg_(std::move(config)
   segment_ = quant_grouped ? std::min(cfg_.kc, cfg_.quant_group) : cfg_.kc;
   require(cfg_.kc % 8 == 0 && segment_ % 8 == 0 && cfg_.kc % segment_ == 0 && (!quant_grouped || cfg_.quant_group % segment_ == 0),
           "kc must be a multiple of 8 and, with grouped scales, divide or be divided by the group");
+  block_segments_ = cfg_.kc / segment_;
 }
 
 // Check the ranges of all fields. The constructor calls this before it divides, narrows or multiplies any of them.
@@ -178,6 +179,8 @@ int64_t Gemm::block_bytes() const {
   return (cfg_.expand || cfg_.raw) && !cfg_.dot ? cfg_.kc / kp_ * panel_cols_ * kGroupBytes : 0;
 }
 
+int64_t Gemm::scales_bytes() const { return cfg_.quant_group == 0 ? 0 : align_up(block_segments_ * panel_cols_ * 4); }
+
 int64_t Gemm::scratch_bytes(int64_t m) const {
   const int64_t rows = std::min(m, cfg_.mc), segments = ceil_div(cfg_.k, segment_) + 1;
   const int64_t a = cfg_.pack_a == PackA::none ? 0 : rows * (align_up(ceil_div(cfg_.k, 8) * 8 / kp_ * kGroupBytes) + kAlignment);
@@ -185,7 +188,7 @@ int64_t Gemm::scratch_bytes(int64_t m) const {
   const int64_t c = (one_block ? kMaxRows : rows) * (one_block ? 1 : std::min(cfg_.nc, panels_)) * panel_cols_ * 4;
   const int64_t b = block_bytes();
   const int64_t sums = cfg_.zero_point ? segments * rows * 4 : 0;
-  return align_up(a) + align_up(c) + align_up(b) + 2 * kMaxPanelColumns * 4 + align_up(sums) +
+  return align_up(a) + align_up(c) + align_up(b) + 2 * scales_bytes() + align_up(sums) +
          align_up(std::min(cfg_.nc, panels_) * panel_cols_ * 4);
 }
 
@@ -255,8 +258,8 @@ void Gemm::run_task(const Call& call, const Task& task, Scratch& s, char* partia
   s.b = p;
   p += align_up(block_bytes());
   s.scale = reinterpret_cast<float*>(p);
-  s.zero = s.scale + kMaxPanelColumns;
-  s.compensation = reinterpret_cast<int32_t*>(s.zero + kMaxPanelColumns);
+  s.zero = reinterpret_cast<float*>(p + scales_bytes());
+  s.compensation = reinterpret_cast<int32_t*>(p + 2 * scales_bytes());
   s.sums = reinterpret_cast<float*>(reinterpret_cast<char*>(s.compensation) + align_up(std::min(cfg_.nc, panels_) * panel_cols_ * 4));
 
   // Blocks of nearly equal size: a last one of few rows would read all of B for them.
@@ -424,22 +427,21 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
   t.tile_state = &s.tile_state;
   t.accumulate = k0 > block.task.k0;
   set_prefetch(block, tile, panel, k0, k1, ceil_div(k1 - k0, kp_ * set->groups_per_row), t);
-  const int64_t padded_n = panels_ * panel_cols_;
-  const int64_t segment = cfg_.quant_group != 0 ? segment_ : cfg_.compute == Compute::f32 ? kMaxSumTerms : k1 - k0;
+  if (cfg_.quant_group != 0) {
+    load_scales(block.call, s, panel, k0, k1);
+    t.scale = s.scale;
+    t.scale_stride = panel_cols_;
+    t.segment_groups = segment_ / kp_;
+    if (cfg_.zero_point) {
+      t.zero = s.zero;
+      t.a_sum_stride = std::min(block.call.m, cfg_.mc);
+      t.a_sum = s.sums + (k0 - block.task.k0) / segment_ * t.a_sum_stride + first;
+    }
+  }
+  const int64_t segment = cfg_.quant_group == 0 && cfg_.compute == Compute::f32 ? kMaxSumTerms : k1 - k0;
   const char *a = t.a, *prefetch = t.prefetch;
   for (int64_t k = k0; k < k1; k += segment) {
     const int64_t end = std::min(k1, k + segment);
-    if (cfg_.quant_group != 0) {
-      const int64_t offset = k / cfg_.quant_group * padded_n + panel * panel_cols_;
-      load_params(block.call.scales, cfg_.scale_dtype, offset, panel_cols_, 0.0f, s.scale);
-      t.scale = s.scale;
-      if (cfg_.zero_point) {
-        load_params(block.call.zeros, cfg_.scale_dtype, offset, panel_cols_, cfg_.zero_offset, s.zero);
-        t.zero = s.zero;
-        t.a_sum_stride = 1;
-        t.a_sum = s.sums + (k - block.task.k0) / segment * std::min(block.call.m, cfg_.mc) + first;
-      }
-    }
     t.a = a + (k - k0) / kp_ * t.a_group_stride;
     const int64_t row = (k - k0) / (kp_ * set->groups_per_row);
     t.b = b + row * b_stride;
@@ -448,6 +450,18 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
     if (set->groups_per_row > 1) t.groups = ceil_div(t.groups, set->groups_per_row) * set->groups_per_row;
     set->tile[nv][rows](t);
     t.accumulate = true;
+  }
+}
+
+// Load the scales and the zero points of a panel's columns for the segments in [k0, k1), unless the last call did.
+void Gemm::load_scales(const Call& call, Scratch& s, int64_t panel, int64_t k0, int64_t k1) const {
+  if (s.scaled_panel == panel && s.scaled_k == k0) return;
+  s.scaled_panel = panel, s.scaled_k = k0;
+  float *scale = s.scale, *zero = s.zero;
+  for (int64_t k = k0; k < k1; k += segment_, scale += panel_cols_, zero += panel_cols_) {
+    const int64_t offset = k / cfg_.quant_group * panels_ * panel_cols_ + panel * panel_cols_;
+    load_params(call.scales, cfg_.scale_dtype, offset, panel_cols_, 0.0f, scale);
+    if (cfg_.zero_point) load_params(call.zeros, cfg_.scale_dtype, offset, panel_cols_, cfg_.zero_offset, zero);
   }
 }
 

@@ -79,6 +79,7 @@ class Gemm {
   void check_ranges() const;
   void check_config() const;
   int64_t block_bytes() const;  // bytes of an expanded or raw-packed block of B
+  int64_t scales_bytes() const;  // of a panel's scales of a K block, as fp32
   int64_t scratch_bytes(int64_t m) const;
   void run_task(const Call&, const Task&, Scratch&, char* partial) const;
   void run_panel(const RowBlock&, const Task&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
@@ -89,6 +90,7 @@ class Gemm {
   void locate_a(const RowBlock&, const Scratch&, int tile, int64_t k0, const char** a, int64_t* row_stride,
                 int64_t* group_stride) const;
   void pack_rows(const RowBlock&, Scratch&) const;
+  void load_scales(const Call&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
   void multiply_tile(const RowBlock&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b,
                      int64_t b_stride) const;
   void set_prefetch(const RowBlock&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;
@@ -105,7 +107,8 @@ class Gemm {
   int64_t panels_, panel_cols_;
   int64_t row_bytes_;   // of a packed row of a panel of B
   int64_t panel_bytes_, k_rows_;
-  int64_t segment_;     // K elements that one micro-kernel call may cover: they share a K block and scales
+  int64_t segment_;     // K elements that share a K block and scales
+  int64_t block_segments_;  // of a K block
 };
 
 // Return a / b rounded up; b > 0.

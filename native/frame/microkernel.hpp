@@ -67,14 +67,14 @@ struct Tile {
     }
   }
 
-  // Store one quantisation group: C (+)= scale * (acc - zero * row_sum).
+  // Store one segment: C (+)= scale * (acc - zero * row_sum).
   __attribute__((always_inline)) void store_scaled(const TileArgs& t) {
     auto* c = static_cast<float*>(t.c);
     GT_UNROLL for (int j = 0; j < NV; ++j) {
       const auto scale = T::load_f32(t.scale + j * kLanes);
       GT_UNROLL for (int r = 0; r < MR; ++r) {
         auto v = acc[r][j];
-        if (t.zero != nullptr) v = T::subtract_product(v, T::load_f32(t.zero + j * kLanes), t.a_sum[r * t.a_sum_stride]);
+        if (t.zero != nullptr) v = T::subtract_product(v, T::load_f32(t.zero + j * kLanes), t.a_sum[r]);
         float* p = c + r * t.ldc + j * kLanes;
         T::store_f32(p, T::scale_add(v, scale, p, t.accumulate));
       }
@@ -82,13 +82,32 @@ struct Tile {
   }
 };
 
+// Advance to the next segment, whose B has `rows` rows fewer to come.
+inline void advance_segment(TileArgs& t, int64_t rows) {
+  t.a += t.segment_groups * t.a_group_stride;
+  t.b += rows * t.b_stride;
+  t.prefetch += rows * t.prefetch_stride;
+  t.scale += t.scale_stride;
+  if (t.zero != nullptr) t.zero += t.scale_stride, t.a_sum += t.a_sum_stride;
+  t.accumulate = true;
+}
+
 template <class T, int MR, int NV>
 void run_tile(const TileArgs& t) {
   Tile<T, MR, NV> tile;
-  tile.multiply(t);
   if constexpr (!T::kInteger) {
-    if (t.scale != nullptr) return tile.store_scaled(t);
+    if (t.scale != nullptr) {
+      TileArgs segment = t;
+      for (int64_t left = t.groups; left > 0; left -= t.segment_groups) {
+        segment.groups = left < t.segment_groups ? left : t.segment_groups;
+        tile.multiply(segment);
+        tile.store_scaled(segment);
+        advance_segment(segment, t.segment_groups / T::kGroupsPerRow);
+      }
+      return;
+    }
   }
+  tile.multiply(t);
   tile.store(t);
 }
 

@@ -55,10 +55,13 @@ struct TileArgs {
   bool accumulate;       // add to C instead of overwriting it
   const char* prefetch;  // the address to prefetch with the first row of B
   int64_t prefetch_stride;  // bytes by which this address advances with each row
-  const float* scale;    // scale of this quantisation group for each column, or null
-  const float* zero;     // (zero point - stored offset) of this quantisation group for each column, or null
-  const float* a_sum;    // sum of A over this quantisation group for each row (with zero)
-  int64_t a_sum_stride;  // elements
+  // With scales, the groups are those of one or more segments, each of one quantisation group.
+  const float* scale;    // scales of the first segment for each column, or null
+  const float* zero;     // (zero points - stored offset) of the first segment for each column, or null
+  const float* a_sum;    // sums of A over the first segment for each row (with zero)
+  int64_t segment_groups;  // groups of a segment; the last one may have fewer
+  int64_t scale_stride;    // elements between the scales, and the zero points, of two segments
+  int64_t a_sum_stride;    // elements between the sums of two segments
   const char* out;       // the tile's first element in the output, which is written after the call, or null
   int64_t out_stride;    // bytes between rows of the output
   int64_t out_bytes;     // of a row of the tile in the output

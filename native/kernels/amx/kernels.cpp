@@ -57,9 +57,10 @@ inline void prefetch_output(const TileArgs& t, int64_t chunk) {
 }
 
 // Multiply `chunks` chunks of A and B, each of `groups` groups from group `first`, and store the C tiles at c. Add to C if
-// `load_c`. c_stride is in bytes.
-template <TileProduct P, int MR, int NV>
-void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first, int64_t chunks, int groups, bool load_c) {
+// `load_c`. c_stride is in bytes. after(i) is called when the products of chunk i are under way.
+template <TileProduct P, int MR, int NV, class After>
+void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first, int64_t chunks, int groups, bool load_c,
+                     const After& after) {
   configure_tiles(t.tile_state, MR, groups);
   constexpr bool kTwoRows = MR > kTileRows, kTwoColumns = NV > 1;
   char* lower_c = c + kTileRows * c_stride;
@@ -91,6 +92,7 @@ void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first
       GT_MULTIPLY(2, 5, 6);
     }
     if constexpr (kTwoRows && kTwoColumns) GT_MULTIPLY(3, 5, 7);
+    after(i);
   }
   _tile_stored(0, c, c_stride);
   if constexpr (kTwoColumns) _tile_stored(1, c + 64, c_stride);
@@ -98,33 +100,61 @@ void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first
   if constexpr (kTwoRows && kTwoColumns) _tile_stored(3, lower_c + 64, c_stride);
 }
 
-template <TileProduct P, int MR, int NV>
-void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate) {
+struct Nothing {
+  void operator()(int64_t) const {}
+};
+
+template <TileProduct P, int MR, int NV, class After = Nothing>
+void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate, const After& after = {}) {
   const int64_t chunks = t.groups / kTileGroups;
   const int tail = static_cast<int>(t.groups % kTileGroups);
-  if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate);
-  if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0);
+  if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate, after);
+  if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0, Nothing{});
+}
+
+// Add rows [first, last) of the products of one segment to C: C (+)= scale * (product - zero * row_sum).
+template <int NV>
+inline void add_scaled(const TileArgs& t, const float* product, int64_t first, int64_t last) {
+  constexpr int kColumns = NV * kLanes;
+  __m512 scale[NV], zero[NV];
+  for (int j = 0; j < NV; ++j) {
+    scale[j] = _mm512_loadu_ps(t.scale + j * kLanes);
+    zero[j] = t.zero != nullptr ? _mm512_loadu_ps(t.zero + j * kLanes) : _mm512_setzero_ps();
+  }
+  auto* c = static_cast<float*>(t.c);
+  for (int64_t r = first; r < last; ++r)
+    for (int j = 0; j < NV; ++j) {
+      __m512 v = _mm512_load_ps(product + r * kColumns + j * kLanes);
+      if (t.zero != nullptr) v = Float512::subtract_product(v, zero[j], t.a_sum[r]);
+      float* p = c + r * t.ldc + j * kLanes;
+      _mm512_storeu_ps(p, Float512::scale_add(v, scale[j], p, t.accumulate));
+    }
 }
 
 void release_tiles() { _tile_release(); }
 
+// The products of a segment are scaled while the next one is multiplied: a part of the rows behind each chunk. Scaled by
+// themselves, the rows of a segment of 128 k took half as long as its products (docs/notes/cpu.md).
 template <TileProduct P, int MR, int NV>
 void amx_tile(const TileArgs& t) {
   constexpr int kColumns = NV * kLanes;
   if (t.scale == nullptr) return multiply<P, MR, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate);
-  alignas(64) float product[MR * kColumns];
-  multiply<P, MR, NV>(t, reinterpret_cast<char*>(product), kColumns * 4, false);
-  auto* c = static_cast<float*>(t.c);
-  for (int j = 0; j < NV; ++j) {
-    const __m512 scale = _mm512_loadu_ps(t.scale + j * kLanes);
-    const __m512 zero = t.zero != nullptr ? _mm512_loadu_ps(t.zero + j * kLanes) : _mm512_setzero_ps();
-    for (int r = 0; r < MR; ++r) {
-      __m512 v = _mm512_load_ps(product + r * kColumns + j * kLanes);
-      if (t.zero != nullptr) v = Float512::subtract_product(v, zero, t.a_sum[r * t.a_sum_stride]);
-      float* p = c + r * t.ldc + j * kLanes;
-      _mm512_storeu_ps(p, Float512::scale_add(v, scale, p, t.accumulate));
-    }
+  alignas(64) float products[2][MR * kColumns];
+  TileArgs segment = t, previous = t;
+  int64_t index = 0;
+  for (int64_t left = t.groups; left > 0; left -= t.segment_groups, ++index) {
+    segment.groups = left < t.segment_groups ? left : t.segment_groups;
+    const int64_t chunks = segment.groups / kTileGroups;
+    const float* scaled = products[(index + 1) % 2];
+    const auto scale_rows = [&](int64_t chunk) {
+      if (index > 0) add_scaled<NV>(previous, scaled, chunk * MR / chunks, (chunk + 1) * MR / chunks);
+    };
+    multiply<P, MR, NV>(segment, reinterpret_cast<char*>(products[index % 2]), kColumns * 4, false, scale_rows);
+    if (chunks == 0 && index > 0) add_scaled<NV>(previous, scaled, 0, MR);
+    previous = segment;
+    advance_segment(segment, t.segment_groups);
   }
+  add_scaled<NV>(previous, products[(index + 1) % 2], 0, MR);
 }
 
 struct F32Pair {
