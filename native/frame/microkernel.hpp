@@ -82,7 +82,7 @@ struct Tile {
   }
 };
 
-// Advance to the next segment, whose B has `rows` rows fewer to come.
+// Advance to the next segment. rows: of B in a segment.
 inline void advance_segment(TileArgs& t, int64_t rows) {
   t.a += t.segment_groups * t.a_group_stride;
   t.b += rows * t.b_stride;

@@ -42,8 +42,8 @@ def operator_s(
     try:
         with outside_of_compilation():
             a = torch.randn(problem.m, problem.k, device=device).to(dtype_of(problem.a.dtype))
-            bits = torch.randint(256, (shape[0], *shape[1:-1], shape[-1] * dtype.itemsize), device=device)
-            packed = bits.to(torch.uint8).view(dtype)
+            bytes_shape = (*shape[:-1], shape[-1] * dtype.itemsize)
+            packed = torch.randint(256, bytes_shape, dtype=torch.uint8, device=device).view(dtype)
             pairs = torch.rand(problem.k // group, problem.n, 2, device=device).to(scale_dtype)
             evict_weight: Callable[[], None] = functools.partial(evict, [packed, pairs])
             flush = evict_weight if can_evict(target) else Flush(problem, target)
