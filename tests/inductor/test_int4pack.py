@@ -140,3 +140,21 @@ def test_emulated_roundings_are_the_operators() -> None:
     (report,) = gemmtune.inductor.explain(model, activations(3, 64), options=options)
     assert not report.products
     assert {reason for _, reason in report.unmatched} == {"eager PyTorch rounds the dequantised weight or its scales"}
+
+
+@pytest.mark.usefixtures("torch_s")
+def test_linears_that_torchao_quantised_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    prototype = pytest.importorskip("torchao.prototype.quantization.int4", reason="pip install torchao")
+    from torchao.quantization import quantize_
+
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 256, bias=False))
+    model = model.bfloat16().eval().requires_grad_(False)
+    quantize_(model, prototype.PrototypeInt4WeightOnlyConfig(group_size=GROUP, set_inductor_config=False))
+    prefer(monkeypatch, fused=True)
+    x, options = activations(3, 256), {"policy": "cached", "store": MemoryStore()}
+    with torch.no_grad():
+        (report,) = gemmtune.inductor.explain(model, x, options=options)
+        expected = model(x)
+        torch.testing.assert_close(gemmtune.compile(model, options=options)(x), expected, rtol=2e-2, atol=2e-2)
+    assert [(product.form, product.normed) for product in report.products] == [("fused", False), ("alone", False)]
