@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -122,11 +123,12 @@ def tune_in_rounds(monkeypatch: pytest.MonkeyPatch, *times: dict[tuple[str, ...]
     """Run the pass over the graph. times: the seconds that each round of tuning finds. Returns the rounds' Problems."""
     rounds: list[Any] = []
 
-    def tune(problems: Any, *_: Any, more: Any, **__: Any) -> None:
+    def tune(problems: Any, *_: Any, more: Any, **__: Any) -> list[Any]:
         while problems:
             decided.update(times[len(rounds)])
             rounds.append(kinds(problems))
             problems = more()
+        return []
 
     monkeypatch.setattr(graph_pass, "tune_on_device", tune)
     monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
@@ -154,3 +156,31 @@ def test_forms_that_could_not_be_tuned_are_not_asked_for_again(
 ) -> None:
     widest = {(96, GATES), (64, RESIDUAL)}
     assert tune_in_rounds(monkeypatch, {}, {}, decided=decided) == [widest, EVERY - widest]
+
+
+@pytest.mark.parametrize(("busy_rounds", "undecided"), [(1, 1), (2, 1), (1, None)])
+def test_problems_that_a_busy_machine_left_undecided_are_tuned_once_more(
+    busy_rounds: int,
+    undecided: int | None,
+    decided: dict[tuple[str, ...], float],
+    own_store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """One of several; all of them are not, since the machine is still busy then."""
+    rounds: list[list[Problem]] = []
+
+    def tune(problems: Any, *_: Any, **__: Any) -> list[Any]:
+        rounds.append([problem for problem, _ in problems])
+        busy = rounds[-1][:undecided] if len(rounds) <= busy_rounds else []
+        return [
+            SimpleNamespace(problem=problem.to_dict(), outcome="inconclusive" if problem in busy else "winner")
+            for problem in rounds[-1]
+        ]
+
+    monkeypatch.setattr(graph_pass, "tune_on_device", tune)
+    monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
+    ProductPass(Options())(traced())
+    assert rounds[1:] == ([] if undecided is None else [rounds[0][:1]])
+    warned = [record.message for record in caplog.records if "inconclusive" in record.message]
+    assert len(warned) == int(undecided is None or busy_rounds == 2)

@@ -20,6 +20,7 @@ from ..core.problem import Problem
 from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
+from ..tuning.tuner import inconclusive_summary
 from .costs import cost_of
 from .equal_nodes import share_equal_nodes
 from .graph_report import GraphReport, provenance, report_of
@@ -160,11 +161,21 @@ class ProductPass(CustomGraphPass):
             pool = self._pools.pop(device) if sizes is None and device in self._pools else None
             if pool is not None:
                 stack.enter_context(closing(pool))
-            tune_on_device(
-                problems, device, store,
-                budget=self.options.budget, backends=self.options.backends, m=sizes, more=more, pool=pool,
-            )  # fmt: skip
+            budget, backends = self.options.budget, self.options.backends
+            decisions = tune_on_device(
+                problems, device, store, budget=budget, backends=backends, m=sizes, more=more, pool=pool
+            )
+            # PyTorch's operators would serve these for as long as this process lives. Where most are undecided, the
+            # machine is still busy.
+            undecided = [Problem.from_dict(d.problem) for d in decisions if d.outcome == "inconclusive"]
+            if sizes is None and 0 < 2 * len(undecided) <= len(decisions):
+                log.info("tuning %d problems again, since the machine was busy", len(undecided))
+                decided = [decision for decision in decisions if decision.outcome != "inconclusive"]
+                again = [(problem, 1) for problem in undecided]
+                decisions = decided + tune_on_device(again, device, store, budget=budget, backends=backends, pool=pool)
         RUNTIME.refresh(store)
+        if words := inconclusive_summary(decisions):
+            log.warning("%s", words)
 
     def uuid(self) -> Any:
         """Return what the pass's effect depends on: its sources, the options and all decisions of the store."""
