@@ -33,17 +33,18 @@ class Int4Linear(nn.Module):
         low, high = groups.amin(2), groups.amax(2)
         scale = ((high - low) / 15).clamp(min=1e-6)
         integers = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).reshape(weight.shape)
-        self.register_buffer("pairs", torch.stack((scale, low + 8 * scale), 2).transpose(0, 1).contiguous().bfloat16())
+        scales_and_zeros = torch.stack((scale, low + 8 * scale), 2).transpose(0, 1)
+        self.register_buffer("scales_and_zeros", scales_and_zeros.contiguous().bfloat16())
         if weight.is_cuda:
-            pairs = integers.to(torch.uint8)
-            packed = torch._convert_weight_to_int4pack((pairs[:, ::2] << 4) | pairs[:, 1::2], 8)
+            data = integers.to(torch.uint8)
+            packed = torch._convert_weight_to_int4pack((data[:, ::2] << 4) | data[:, 1::2], 8)
         else:
             packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(integers.to(torch.int32), 1)
         self.register_buffer("packed", packed)
 
     def forward(self, x: Tensor) -> Tensor:
         multiply = torch.ops.aten._weight_int4pack_mm if x.is_cuda else torch.ops.aten._weight_int4pack_mm_for_cpu
-        return multiply(x.reshape(-1, x.shape[-1]), self.packed, GROUP, self.pairs).view(*x.shape[:-1], -1)
+        return multiply(x.reshape(-1, x.shape[-1]), self.packed, GROUP, self.scales_and_zeros).view(*x.shape[:-1], -1)
 
 
 class Fp8Linear(nn.Module):

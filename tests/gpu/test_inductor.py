@@ -45,15 +45,15 @@ class Int4Linear(nn.Module):
         scale = (high - low) / 15
         integers = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).to(torch.uint8)
         self.register_buffer("integers", integers.reshape(linear.weight.shape))
-        self.register_buffer("pairs", torch.stack((scale, low + 8 * scale), 2).transpose(0, 1).contiguous())
+        self.register_buffer("scales_and_zeros", torch.stack((scale, low + 8 * scale), 2).transpose(0, 1).contiguous())
         data = self.integers.cuda()
         self.register_buffer("packed", torch._convert_weight_to_int4pack((data[:, ::2] << 4) | data[:, 1::2], 8))
 
     def forward(self, x: Tensor) -> Tensor:
         if x.dtype == torch.float32:
-            scale, zero = (self.pairs[..., index].t().repeat_interleave(GROUP, 1) for index in range(2))
+            scale, zero = (self.scales_and_zeros[..., index].t().repeat_interleave(GROUP, 1) for index in range(2))
             return F.linear(x, (self.integers.float() - 8) * scale + zero)
-        return torch.ops.aten._weight_int4pack_mm(x, self.packed, GROUP, self.pairs)
+        return torch.ops.aten._weight_int4pack_mm(x, self.packed, GROUP, self.scales_and_zeros)
 
 
 class Layer(nn.Module):

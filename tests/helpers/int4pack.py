@@ -18,7 +18,7 @@ class Int4Weight(NamedTuple):
 
     integers: Tensor
     packed: Tensor
-    pairs: Tensor
+    scales_and_zeros: Tensor
     values: Tensor
 
 
@@ -27,25 +27,25 @@ def int4_weight(n: int, k: int, *, group: int = GROUP, seed: int = 0) -> Int4Wei
     generator = torch.Generator().manual_seed(seed)
     integers = torch.randint(0, 16, (n, k), dtype=torch.int32, generator=generator)
     scale = (torch.rand(k // group, n, generator=generator) + 0.5) / k**0.5 / 4
-    pairs = torch.stack((scale, scale * torch.randn(k // group, n, generator=generator)), 2).bfloat16()
-    scale, zero = (pairs[..., i].double().t().repeat_interleave(group, 1) for i in range(2))
+    scales_and_zeros = torch.stack((scale, scale * torch.randn(k // group, n, generator=generator)), 2).bfloat16()
+    scale, zero = (scales_and_zeros[..., i].double().t().repeat_interleave(group, 1) for i in range(2))
     values = (integers.double() - 8) * scale + zero
-    return Int4Weight(integers, convert_weight_to_int4pack_for_cpu(integers, 1), pairs, values)
+    return Int4Weight(integers, convert_weight_to_int4pack_for_cpu(integers, 1), scales_and_zeros, values)
 
 
 class Int4Linear(nn.Module):
     """Linear module with an int4 weight and without a bias, as gpt-fast has it."""
 
     packed: Tensor
-    pairs: Tensor
+    scales_and_zeros: Tensor
 
     def __init__(self, weight: Int4Weight, group: int = GROUP) -> None:
         super().__init__()
         self.group = group
         self.register_buffer("packed", weight.packed)
-        self.register_buffer("pairs", weight.pairs)
+        self.register_buffer("scales_and_zeros", weight.scales_and_zeros)
 
     def forward(self, x: Tensor) -> Tensor:
         rows = x.reshape(-1, x.shape[-1])
-        product: Tensor = weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.pairs)
+        product: Tensor = weight_int4pack_mm_for_cpu(rows, self.packed, self.group, self.scales_and_zeros)
         return product.reshape(*x.shape[:-1], -1)

@@ -12,6 +12,7 @@ from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
+from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.core.weights import PackedWeight
 
 ENTRY_POINT = "helpers.planted_kernels:PlantedBackend"
@@ -127,6 +128,14 @@ class FaultyRowsBackend(Backend):
 
     def source_digest(self) -> str:
         return "faulty rows"
+
+
+def assert_no_fault_is_served(plan: TunedPlan) -> None:
+    """Assert that no interval of a kernel of ``FaultyRowsBackend`` contains an M at which it is wrong or slow."""
+    for interval in (interval for found in plan.intervals.values() for interval in found):
+        for fault in (*WRONG_ROWS, *SLOW_ROWS):
+            if interval.kernel == faulty_rows(fault).id:
+                assert not rows_with_fault(fault, interval.first, interval.last), interval
 
 
 def rows_with_fault(fault: str, first: int, last: int) -> list[int]:

@@ -55,8 +55,8 @@ def fixed_torch_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(matching, "operator_s", lambda *_: 1.0)
 
 
-def product(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
-    result: Tensor = weight_int4pack_mm_for_cpu(x, packed, GROUP, pairs)
+def product(x: Tensor, packed: Tensor, scales_and_zeros: Tensor) -> Tensor:
+    result: Tensor = weight_int4pack_mm_for_cpu(x, packed, GROUP, scales_and_zeros)
     return F.relu(result)
 
 
@@ -64,7 +64,7 @@ def product(x: Tensor, packed: Tensor, pairs: Tensor) -> Tensor:
 def test_products_are_problems_of_constant_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch, fused=True)
     weight = int4_weight(96, 64)
-    module = trace(product, activations(3, 64), weight.packed, weight.pairs)
+    module = trace(product, activations(3, 64), weight.packed, weight.scales_and_zeros)
     (node,) = run_pass(monkeypatch, module, [1, 2])
     call = GraphCall.from_json(str(node.args[2]))
     problem = call.problem
@@ -79,7 +79,7 @@ def test_products_are_problems_of_constant_weights(monkeypatch: pytest.MonkeyPat
 def test_weights_that_may_change_stay_as_they_are(constants: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     prefer(monkeypatch)
     weight = int4_weight(96, 64)
-    module = trace(product, activations(3, 64), weight.packed, weight.pairs)
+    module = trace(product, activations(3, 64), weight.packed, weight.scales_and_zeros)
     assert not run_pass(monkeypatch, module, constants)
 
 
@@ -89,7 +89,7 @@ def test_faster_operator_stays(torch_s: float | None, served: bool, monkeypatch:
     asked: list[Any] = []
     monkeypatch.setattr(matching, "operator_s", lambda *arguments: asked.append(arguments) or torch_s)
     weight = int4_weight(96, 64)
-    module = trace(product, activations(3, 64), weight.packed, weight.pairs)
+    module = trace(product, activations(3, 64), weight.packed, weight.scales_and_zeros)
     assert bool(run_pass(monkeypatch, module, [1, 2])) == served
     assert {(problem.epilogue, *others) for problem, *others in asked} == {
         ((), tuple(weight.packed.shape), torch.uint8, torch.bfloat16, torch.device("cpu"))
@@ -126,9 +126,9 @@ def test_tuned_kernels_serve_and_see_writes() -> None:
         torch.testing.assert_close(compiled(x).double(), x.double() @ weight.values.t(), rtol=2e-2, atol=2e-2)
         (report,) = gemmtune.inductor.explain(model, x, options={"store": store})
         (served,) = report.products
-        model.pairs.mul_(2)
+        model.scales_and_zeros.mul_(2)
         torch.testing.assert_close(compiled(x).double(), 2 * x.double() @ weight.values.t(), rtol=2e-2, atol=4e-2)
-        model.pairs[0, 0, 0] = 0  # no zero point stands for the zero of this group
+        model.scales_and_zeros[0, 0, 0] = 0  # no zero point stands for the zero of this group
         torch.testing.assert_close(compiled(x), model(x), rtol=2e-2, atol=4e-2)
     assert served.kernel or "PyTorch's operator takes" in served.reason
     assert served.ratio is None

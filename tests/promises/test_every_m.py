@@ -20,7 +20,7 @@ from gemmtune.tuning.verified_sizes import sizes_to_verify
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.protocol import SizedCandidate
 from helpers import planted_kernels
-from helpers.planted_kernels import PACKING, RIGHT, SLOW_ROWS, WRONG_ROWS, faulty_rows, planted, rows_with_fault
+from helpers.planted_kernels import PACKING, RIGHT, WRONG_ROWS, assert_no_fault_is_served, faulty_rows, planted
 from helpers.undisturbed import undisturbed
 
 
@@ -98,15 +98,7 @@ def test_kernels_with_faults_at_some_m_do_not_serve_there() -> None:
     assert plan is not None
     assert (plan.first, plan.last) == (1, 256)
     assert store.failures(current_target(), problem.plan_key).keys() >= {faulty_rows(fault).id for fault in WRONG_ROWS}
-    for fault in (*WRONG_ROWS, *SLOW_ROWS):
-        assert_not_served_with_fault(plan, fault)
-
-
-def assert_not_served_with_fault(plan: TunedPlan, fault: str) -> None:
-    """Assert that no interval of the kernel with a fault contains an M at which it is wrong or slow."""
-    for interval in (interval for found in plan.intervals.values() for interval in found):
-        if interval.kernel == faulty_rows(fault).id:
-            assert not rows_with_fault(fault, interval.first, interval.last), interval
+    assert_no_fault_is_served(plan)
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -50,19 +50,20 @@ def run_fallback(call: Call) -> Tensor:
     return specialize_fallback(call)(call.a, call.b, call.aux)
 
 
-def specialize_fallback(call: Call) -> FallbackProduct:
+def specialize_fallback(call: Call, product: FallbackProduct | None = None) -> FallbackProduct:
     """Return a function of a, b and aux that computes Calls like this one. All that does not depend on the operands'
-    values is decided here, once."""
+    values is decided here, once. product: computes the product without a norm and steps, for a b of a form that only
+    the caller knows; None: by the Call's family."""
     problem, shape, norm = call.problem, call.shape, call.problem.norm
     if norm is not None:
-        behind = specialize_fallback(call._replace(problem=problem.without_norm(), aux=call.aux[1:]))
+        behind = specialize_fallback(call._replace(problem=problem.without_norm(), aux=call.aux[1:]), product)
         return lambda a, b, aux: behind(normalize_rows(a, norm, aux[0]), b, aux[1:])
-    product, used = _product(call)
+    multiply, used = _product(call) if product is None else (product, 0)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
     dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != len(problem.out_shape)
 
     def plainly(a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        acc = product(a, b, aux)
+        acc = multiply(a, b, aux)
         if rest:
             acc = apply_steps(acc if acc.dtype in _WIDE else acc.to(wide_dtype(acc.dtype)), rest, aux[taken:])
         result = round_to_dtype(acc, dtype)

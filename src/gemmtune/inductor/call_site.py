@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows, round_to_dtype, wide_dtype
+from ..backends.aten.steps import dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..core import devices
 from ..core.call import Call
@@ -84,9 +84,7 @@ class CallSite:
         problem = self.call.problem.with_m(a.shape[-2])
         if problem.is_empty or not out.numel():
             return self._plain(a, weights, aux)
-        run = self._packed_run(a, weights, aux)
-        if run is None:  # int4pack: a second copy of the weight that is no faster than PyTorch's would be for nothing
-            run = self._plain(a, weights, aux) if self.call.form == "int4pack" else self._raw_run(a, weights, aux)
+        run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
         if not devices.is_capturing(a.device):
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
@@ -94,7 +92,9 @@ class CallSite:
         return run
 
     def _raw(self, weights: Sequence[Tensor]) -> Any:
-        """Return b of the weights as they are, merged where there are several."""
+        """Return b of the weights as they are, merged where there are several. ``int4pack``: the operands."""
+        if self.call.form == "int4pack":
+            return weights
         if self.call.form == "matrix":
             return weights[0]
         data = self._merged.get(weights[: len(self.call.parts)]).t()
@@ -117,6 +117,8 @@ class CallSite:
     def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by the kernel that serves the weights as they are, or by PyTorch."""
         call = self._described(a, self._raw(weights), aux)
+        if self.call.form == "int4pack":  # only PyTorch's operator reads these weights as they are
+            return self._plain(a, weights, aux)
         kernel = RUNTIME.kernel_for(call.problem, None, a.device)
         if kernel is None:
             return self._plain(a, weights, aux)
@@ -245,8 +247,6 @@ class CallSite:
     def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by PyTorch's own functions."""
         problem = self.call.problem
-        if self.call.form == "int4pack":
-            return self._run_int4pack
         same = problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
         if same:
 
@@ -254,50 +254,43 @@ class CallSite:
                 torch.mm(a, self._raw(weights), out=out)
 
             return multiply
-        compute = specialize_fallback(self._described(a, self._raw(weights), aux))
+        product = self._int4pack_product if self.call.form == "int4pack" else None
+        compute = specialize_fallback(self._described(a, self._raw(weights), aux), product)
 
         def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             write_result(out, compute(a, self._raw(weights), aux))
 
         return run
 
-    def _run_int4pack(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
-        """Compute the product by ``_weight_int4pack_mm``, with the Problem's norm in front and its steps behind it."""
+    def _int4pack_product(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Tensor:
+        """Return the product by ``_weight_int4pack_mm``, without the Problem's norm and steps."""
         problem, parts = self.call.problem, len(self.call.parts)
         assert problem.b.quant is not None
-        group, norm = problem.b.quant.group or problem.k, problem.norm
-        if norm is not None:
-            a, aux, problem = normalize_rows(a, norm, aux[0]), aux[1:], problem.without_norm()
-        products = [
-            int4pack.multiply(a, packed, group, pairs)
-            for packed, pairs in zip(weights[:parts], weights[parts:], strict=True)
-        ]
-        result = products[0] if parts == 1 else torch.cat(products, 1)
-        if problem.epilogue:
-            result = apply_steps(result.to(wide_dtype(result.dtype)), problem.epilogue, aux)
-        write_result(out, round_to_dtype(result, dtype_of(problem.out_dtype)))
+        group = problem.b.quant.group or problem.k
+        operands = zip(weights[:parts], weights[parts:], strict=True)
+        products = [int4pack.multiply(a, packed, group, scales_and_zeros) for packed, scales_and_zeros in operands]
+        return products[0] if parts == 1 else torch.cat(products, 1)
 
 
 def int4pack_arguments(
-    packed: Sequence[Tensor], pairs: Sequence[Tensor], group: int | None, k: int
+    packed: Sequence[Tensor], scales_and_zeros: Sequence[Tensor], group: int | None, k: int
 ) -> dict[str, Any] | None:
     """Return the arguments of ``pack`` for int4 weights in the layout of ``_weight_int4pack_mm``, side by side; None
-    where one has no zero points (``int4pack.zero_points``). pairs: their scales and zeros. group: None if it is K."""
-    read = [int4pack.read(data, group or k, scales, k) for data, scales in zip(packed, pairs, strict=True)]
-    weights = [weight for weight in read if weight is not None and weight.zero_point is not None]
-    if len(weights) < len(read):
+    where one has no zero points (``int4pack.zero_points``). scales_and_zeros: theirs. group: None if it is K."""
+    scales = int4pack.zero_points(torch.cat(list(scales_and_zeros), 1))
+    if scales is None:
         return None
-    zero_points = [weight.zero_point for weight in weights if weight.zero_point is not None]
+    operands = zip(packed, scales_and_zeros, strict=True)
+    values = torch.cat([int4pack.unpacked_integers(data, group or k, own, k) for data, own in operands])
     return {
-        "weight": torch.cat([weight.data.t() for weight in weights]), "bits": 4, "group_size": group,
-        "scale": torch.cat([weight.scale for weight in weights], -1), "zero_point": torch.cat(zero_points, -1),
+        "weight": int4pack.nibbles(values), "bits": 4, "group_size": group, "scale": scales[0], "zero_point": scales[1]
     }  # fmt: skip
 
 
 def _scales_of(call: GraphCall) -> MergedWeights | GroupedScales:
     """Return what has the scales, or the zero points, of a call's weights as kernels take them."""
     quant = call.problem.b.quant
-    if call.form == "int4pack" or quant is None or (quant.group is None and not quant.zero_point):
+    if quant is None or (quant.group is None and not quant.zero_point):
         return MergedWeights(movable=False)
     groups = 1 if quant.group is None else -(-call.problem.k // quant.group)
     return GroupedScales(dtype_of(quant.scale_dtype), groups)

@@ -44,13 +44,13 @@ def operator_s(
             a = torch.randn(problem.m, problem.k, device=device).to(dtype_of(problem.a.dtype))
             bytes_shape = (*shape[:-1], shape[-1] * dtype.itemsize)
             packed = torch.randint(256, bytes_shape, dtype=torch.uint8, device=device).view(dtype)
-            pairs = torch.rand(problem.k // group, problem.n, 2, device=device).to(scale_dtype)
-            evict_weight: Callable[[], None] = functools.partial(evict, [packed, pairs])
+            scales_and_zeros = torch.rand(problem.k // group, problem.n, 2, device=device).to(scale_dtype)
+            evict_weight: Callable[[], None] = functools.partial(evict, [packed, scales_and_zeros])
             flush = evict_weight if can_evict(target) else Flush(problem, target)
             timing = devices.of(target)
 
             def call() -> None:
-                multiply(a, packed, group, pairs)
+                multiply(a, packed, group, scales_and_zeros)
 
             times = [timing.screening_times(call, flush, None, None) for _ in range(_REPEATS)]
     except torch.OutOfMemoryError as error:

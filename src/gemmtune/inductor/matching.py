@@ -371,11 +371,11 @@ def _by_grouped_weight(
 
 def _int4pack_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     """Return the Product by an int4 weight that PyTorch's operator has packed (``ops.int4pack``)."""
-    a, packed, group, pairs = _arguments(node)
-    x, value, scales = meta_tensor(a), value_of(node), meta_tensor(pairs)
-    if x is None or value is None or scales is None:
+    a, packed, group, scales_and_zeros = _arguments(node)
+    x, value, data, scales = meta_tensor(a), value_of(node), meta_tensor(packed), meta_tensor(scales_and_zeros)
+    if x is None or value is None or data is None or scales is None:
         raise NoProblemError("the sizes of an operand are not known while compiling")
-    if packed not in constants or pairs not in constants:
+    if packed not in constants or scales_and_zeros not in constants:
         raise NoProblemError("its weight and its scales may change between calls")
     (groups, n, _), k = scales.shape, x.shape[1]
     if groups * group != k or not scales.is_contiguous():
@@ -387,13 +387,13 @@ def _int4pack_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, list(steps), constant=True).problem
 
-    product = Product(node, a, (packed, pairs), "int4pack", describe, value.shape[0], n, rounds_weight=True)
-    data = meta_tensor(packed)
-    if data is None:
-        raise NoProblemError("its weight has no strides")
-    device = value.device
-    product.torch_s = functools.partial(operator_s, describe([]), tuple(data.shape), data.dtype, scales.dtype, device)
-    return product
+    operator = functools.partial(
+        operator_s, describe([]), tuple(data.shape), data.dtype, scales.dtype, value.device
+    )  # fmt: skip
+    operands = (packed, scales_and_zeros)
+    return Product(
+        node, a, operands, "int4pack", describe, value.shape[0], n, rounds_weight=True, torch_s=operator
+    )  # fmt: skip
 
 
 def _baddbmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:

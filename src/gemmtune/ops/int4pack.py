@@ -9,42 +9,41 @@ import torch
 from torch import Tensor
 
 from ..core.torch_compat import weight_int4pack_mm, weight_int4pack_mm_for_cpu
-from ..core.weights import QuantWeight
-from .mixed_mm import quant_weight
 
 _ROWS = 1024  # rows of the identity in one product: all of them would take more memory than the weight
 
 
-def multiply(a: Tensor, packed: Tensor, group: int, pairs: Tensor) -> Tensor:
+def multiply(a: Tensor, packed: Tensor, group: int, scales_and_zeros: Tensor) -> Tensor:
     """Return the product [M, N] by PyTorch's operator for the layout.
 
-    a: [M, K], dense. packed: the weight, uint8 for CPUs and int32 for GPUs. pairs: scales and zeros, [groups, N, 2].
+    a: [M, K], dense. packed: the weight, uint8 for CPUs and int32 for GPUs. scales_and_zeros: [groups, N, 2].
     """
     operator = weight_int4pack_mm if packed.dtype == torch.int32 else weight_int4pack_mm_for_cpu
-    product: Tensor = operator(a, packed, group, pairs)
+    product: Tensor = operator(a, packed, group, scales_and_zeros)
     return product
 
 
-def unpacked_integers(packed: Tensor, group: int, pairs: Tensor, k: int) -> Tensor:
+def unpacked_integers(packed: Tensor, group: int, scales_and_zeros: Tensor, k: int) -> Tensor:
     """Return the int8 integers [N, K], of -8 to 7, of a weight in the layout of ``_weight_int4pack_mm``.
 
-    pairs: scales and zeros, [groups, N, 2]. They are the rows of the product of the identity, with scales of 1 and
-    zeros of 0. All integers below 9 are exact in each dtype that the operators take.
+    scales_and_zeros: [groups, N, 2]; only its shape and dtype count. The integers are the product of the identity by
+    the weight, with scales of 1 and zeros of 0. Integers up to 8 are exact in each dtype that the operators take.
     """
-    unit = torch.stack((torch.ones_like(pairs[..., 0]), torch.zeros_like(pairs[..., 0])), 2).contiguous()
-    values = packed.new_empty((pairs.shape[1], k), dtype=torch.int8)
+    unit = torch.zeros_like(scales_and_zeros, memory_format=torch.contiguous_format)
+    unit[..., 0] = 1
+    values = packed.new_empty((scales_and_zeros.shape[1], k), dtype=torch.int8)
     for start in range(0, k, _ROWS):
         stop = min(start + _ROWS, k)
-        rows = pairs.new_zeros((stop - start, k))
+        rows = scales_and_zeros.new_zeros((stop - start, k))
         rows[:, start:stop].fill_diagonal_(1)
         values[:, start:stop] = multiply(rows, packed, group, unit).t()
     return values
 
 
-def zero_points(pairs: Tensor) -> tuple[Tensor, Tensor] | None:
+def zero_points(scales_and_zeros: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return float32 scales and zero points [groups, N] with ``(q - zero point) * scale = (q - 8) * scale + zero``.
-    None where a scale is 0: there are none. pairs: scales and zeros, [groups, N, 2]."""
-    scale, zero = pairs[..., 0].float(), pairs[..., 1].float()
+    None where a scale is 0: there are none. scales_and_zeros: [groups, N, 2]."""
+    scale, zero = scales_and_zeros[..., 0].float(), scales_and_zeros[..., 1].float()
     if bool((scale == 0).any()):
         return None
     return scale.contiguous(), (8 - zero / scale).contiguous()
@@ -57,16 +56,7 @@ def nibbles(values: Tensor) -> Tensor:
     return shifted[:, ::2] | (shifted[:, 1::2] << 4)
 
 
-def signed(pairs: Tensor) -> Tensor:
+def signed(nibble_pairs: Tensor) -> Tensor:
     """Return int8 [N, K] of -8 to 7 from the uint8 [N, K / 2] that ``nibbles`` returns for it."""
-    low, high = pairs & 15, pairs >> 4
-    return torch.stack((low, high), 2).reshape(pairs.shape[0], -1).to(torch.int8) - 8
-
-
-def read(packed: Tensor, group: int, pairs: Tensor, k: int) -> QuantWeight | None:
-    """Return the weight [K, N] that ``_weight_int4pack_mm`` multiplies by, as ``mixed_mm`` takes it; None where it has
-    no zero points. The arguments are as for ``unpacked_integers``."""
-    scales = zero_points(pairs)
-    if scales is None:
-        return None
-    return quant_weight(nibbles(unpacked_integers(packed, group, pairs, k)).t(), *scales, 4, group, k)
+    low, high = nibble_pairs & 15, nibble_pairs >> 4
+    return torch.stack((low, high), 2).reshape(nibble_pairs.shape[0], -1).to(torch.int8) - 8
