@@ -53,7 +53,7 @@ void run_dot_columns(const DotArgs& d) {
 }
 
 template <class T>
-KernelSet add_dot_kernels(KernelSet set) {
+constexpr KernelSet add_dot_kernels(KernelSet set) {
   set.dot[1] = &run_dot_columns<T, 1>;
   set.dot[2] = &run_dot_columns<T, 2>;
   set.dot[3] = &run_dot_columns<T, 3>;

@@ -134,7 +134,7 @@ void expand(const char* b, int64_t b_stride, int nv, int64_t groups, char* dst, 
 }
 
 template <class T, int NV, int... R>
-void set_tile_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
+constexpr void set_tile_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
   set.max_rows[NV] = sizeof...(R);
   ((set.tile[NV][R + 1] = &run_tile<T, R + 1, NV>), ...);
 }
@@ -144,7 +144,7 @@ void set_tile_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
 // because a panel's last columns run as a narrower tile of as many rows. Dense converts B for `expand`, where T converts it
 // to another type than the dense kernels read.
 template <class T, int R1, int R2, int R3, int R4, class Dense = T>
-KernelSet make_kernel_set(Compute compute, DType b) {
+constexpr KernelSet make_kernel_set(Compute compute, DType b) {
   KernelSet set{};
   set.compute = compute;
   set.b = b;

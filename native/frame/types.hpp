@@ -89,7 +89,8 @@ constexpr int kDotColumns = 4;
 constexpr int kDotRows = 4;
 using DotKernel = void (*)(const DotArgs&);
 
-// All micro-kernels of one (ISA, compute, stored B type).
+// All micro-kernels of one (ISA, compute, stored B type). Arrays of them are constexpr: code that initialised them while the
+// module is loaded would be compiled for the ISA, and end the process on a CPU without it.
 struct KernelSet {
   Compute compute;
   DType b;

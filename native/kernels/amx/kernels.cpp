@@ -197,13 +197,13 @@ struct FmaPairsS4 : FmaPairs {
 };
 
 template <TileProduct P, int NV, int... R>
-void set_amx_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
+constexpr void set_amx_kernels(KernelSet& set, std::integer_sequence<int, R...>) {
   set.max_rows[NV] = sizeof...(R);
   ((set.tile[NV][R + 1] = &amx_tile<P, R + 1, NV>), ...);
 }
 
 template <TileProduct P>
-KernelSet amx_set(Compute compute, DType b) {
+constexpr KernelSet amx_set(Compute compute, DType b) {
   KernelSet set{};
   set.compute = compute;
   set.b = b;
@@ -214,7 +214,7 @@ KernelSet amx_set(Compute compute, DType b) {
   return set;
 }
 
-const KernelSet kSets[] = {
+constexpr KernelSet kSets[] = {
     amx_set<TileProduct::bf16>(Compute::bf16, DType::bf16), make_kernel_set<FmaPairsS8, 12, 12, 7, 5, DotS8>(Compute::bf16, DType::s8),
     make_kernel_set<FmaPairsS4, 12, 12, 7, 5, DotS4>(Compute::bf16, DType::s4), amx_set<TileProduct::s8s8>(Compute::s8s8, DType::s8),
     amx_set<TileProduct::u8s8>(Compute::u8s8, DType::s8),

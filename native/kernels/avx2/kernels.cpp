@@ -147,7 +147,7 @@ struct MaddS8 {
   GT_INLINE void store_dense(char* p, I2 v) { store(reinterpret_cast<int32_t*>(p), v); }
 };
 
-const KernelSet kSets[] = {
+constexpr KernelSet kSets[] = {
     make_kernel_set<FmaF32, 6, 0, 0, 0>(Compute::f32, DType::f32), make_kernel_set<FmaBf16, 6, 0, 0, 0>(Compute::f32, DType::bf16),
     make_kernel_set<FmaF16, 6, 0, 0, 0>(Compute::f32, DType::f16), make_kernel_set<FmaS8, 6, 0, 0, 0>(Compute::f32, DType::s8),
     make_kernel_set<FmaF8, 6, 0, 0, 0>(Compute::f32, DType::f8),

@@ -102,7 +102,7 @@ struct MaddS8 : Int512 {
   GT_INLINE void store_dense(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
 };
 
-const KernelSet kSets[] = {
+constexpr KernelSet kSets[] = {
     add_dot_kernels<RowDot<FmaF32>>(make_kernel_set<FmaF32, 12, 12, 8, 6>(Compute::f32, DType::f32)),
     add_dot_kernels<RowDot<FmaBf16>>(make_kernel_set<FmaBf16, 12, 12, 8, 6>(Compute::f32, DType::bf16)),
     add_dot_kernels<RowDot<FmaF16>>(make_kernel_set<FmaF16, 12, 12, 8, 6>(Compute::f32, DType::f16)),

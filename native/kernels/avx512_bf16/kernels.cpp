@@ -6,7 +6,7 @@
 namespace gemmtune {
 namespace {
 
-const KernelSet kSets[] = {
+constexpr KernelSet kSets[] = {
     add_dot_kernels<RowDotBf16>(make_kernel_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16)),
     make_kernel_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8), make_kernel_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
     make_kernel_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),

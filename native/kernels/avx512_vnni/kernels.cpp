@@ -17,7 +17,7 @@ struct Vnni : Int512 {
   GT_INLINE void store_dense(char* p, __m512i v) { _mm512_storeu_si512(p, v); }
 };
 
-const KernelSet kSets[] = {make_kernel_set<Vnni, 12, 12, 8, 6>(Compute::u8s8, DType::s8)};
+constexpr KernelSet kSets[] = {make_kernel_set<Vnni, 12, 12, 8, 6>(Compute::u8s8, DType::s8)};
 
 }  // namespace
 

@@ -120,7 +120,7 @@ struct MaddS8 {
   }
 };
 
-const KernelSet kSets[] = {
+constexpr KernelSet kSets[] = {
     make_kernel_set<FmaF32, 4, 0, 0, 0>(Compute::f32, DType::f32),
     make_kernel_set<FmaHalf<&bf16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::bf16),
     make_kernel_set<FmaHalf<&f16_to_f32>, 4, 0, 0, 0>(Compute::f32, DType::f16),
