@@ -445,6 +445,15 @@ def _rounded(times: Times) -> dict[str, list[float]]:
     return {name: [round(1e6 * value, 3) for value in times[name]] for name in seen.values()}
 
 
+def _tried(decision: Decision) -> dict[str, list[Any]]:
+    """Return the stage that each tried candidate reached, its time over ATen's best, and why it ended there, by id."""
+    return {
+        row.id: [row.stage, None if row.sample is None else round(row.sample.ratio, 4), row.reason]
+        for row in decision.evidence
+        if row.stage not in ("illegal", "untried")
+    }
+
+
 @dataclass(frozen=True)
 class Tuned:
     """What tuning a weight for all M found. decisions: also those that were inconclusive, which are not stored. plan:
@@ -468,6 +477,7 @@ class Tuned:
             "sweep_s": None if self.plan is None else self.plan.seconds,
             "stopped": None if self.plan is None else self.plan.stopped,
             "outcomes": {int(decision.problem["m"]): decision.outcome for decision in self.decisions},
+            "tried": {int(decision.problem["m"]): _tried(decision) for decision in self.decisions},
             "plan": [(interval.first, interval.last, interval.kernel) for interval in intervals],
             "plan_us": {} if self.plan is None else {
                 kernel.id: {m: round(1e6 * seconds, 3) for m, seconds in kernel.times.items()}

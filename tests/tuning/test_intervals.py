@@ -104,8 +104,8 @@ def test_each_chosen_kernel_is_needed(curves: Curves) -> None:
         choice = intervals._Choice(curves, BOUND)
         score = choice.score(chosen)
         for name in others:
-            excess, mean = choice.score([c for c in chosen if c != name])
-            assert excess > score[0] or mean > score[1]
+            without = choice.score([c for c in chosen if c != name])
+            assert without.excess > max(score.excess, 0.0) or without.cost > score.cost
 
 
 @pytest.mark.parametrize(("share", "chosen"), [(0.97, True), (0.985, True), (0.995, False), (1.0, False), (1.2, False)])
@@ -135,7 +135,7 @@ def test_kernel_that_later_ones_make_needless_is_dropped() -> None:
 def test_a_chosen_kernel_is_exchanged_where_that_saves_a_further_one() -> None:
     """Greedily, "middle" is the first, and needs "low" and "high" beside it; "middle" and "high" make way for two."""
     models = {
-        "middle": lambda m: 1.0 if 8 <= m <= 65 else 1.2,
+        "middle": lambda m: 1.0 if 8 <= m <= 128 else 1.1,
         "low": lambda m: 1.0 if m < 30 else 1.3,
         "high": lambda m: 1.0 if m > 30 else 1.3,
     }
@@ -153,8 +153,18 @@ def test_one_kernel_serves_what_it_can_within_the_bound() -> None:
 
 
 def test_number_of_kernels_is_limited() -> None:
-    models = {f"k{i}": lambda m, own=m: 1.0 if m == own else 3.0 for i, m in enumerate(SIZES)}
-    assert len(intervals.choose_kernels(sample_curves(models), BOUND)) == intervals.MAX_KERNELS
+    sizes = [1 << exponent for exponent in range(intervals.MAX_KERNELS + 2)]
+    models = {f"k{m}": lambda m, own=m: 1.0 if m == own else 3.0 for m in sizes}
+    curves = Curves(1, sizes[-1], {name: {m: model(m) for m in sizes} for name, model in models.items()})
+    assert len(intervals.choose_kernels(curves, BOUND)) == intervals.MAX_KERNELS
+
+
+def test_limited_kernels_serve_where_most_calls_are() -> None:
+    sizes = [1 << exponent for exponent in range(intervals.MAX_KERNELS + 2)]
+    times = {f"k{own}": {m: 1.0 if m == own else 1.3 for m in sizes} for own in sizes}
+    counts = dict.fromkeys(sizes[2:], 100)
+    chosen = intervals.choose_kernels(Curves(1, sizes[-1], times, counts=counts), BOUND)
+    assert set(chosen) == {f"k{m}" for m in sizes[2:]}
 
 
 def test_slow_kernel_does_not_serve_one_m_between_two_that_it_serves() -> None:
@@ -182,13 +192,23 @@ def test_m_where_only_plain_was_timed_are_no_evidence_for_it() -> None:
     assert Curves(8, 64, times, PLAIN).without({PLAIN}).plain == ""
 
 
-def test_plain_serves_beyond_the_m_at_which_kernels_were_timed() -> None:
+def test_plain_serves_above_the_m_at_which_kernels_were_timed() -> None:
     times = {PLAIN: dict.fromkeys((1, 8, 64, 512), 2.0), "k": {8: 1.0, 64: 1.0}}
     curves = Curves(1, 512, times, PLAIN).without(())
     assert curves.sizes == [1, 8, 64, 512]
-    assert intervals.intervals(curves, serve(curves)) == (
-        PlanInterval(1, 7, PLAIN), PlanInterval(8, 64, "k"), PlanInterval(65, 512, PLAIN)
-    )  # fmt: skip
+    assert intervals.intervals(curves, serve(curves)) == (PlanInterval(1, 64, "k"), PlanInterval(65, 512, PLAIN))
+
+
+@pytest.mark.parametrize(("seconds", "served"), [(1.9, "k"), (2.1, PLAIN)])
+def test_kernel_that_was_not_timed_at_an_m_takes_no_longer_there_than_at_a_larger_one(
+    seconds: float, served: str
+) -> None:
+    """PyTorch's op served M = 483 in twice the time of a chosen kernel that had been timed at 456 and 512 only."""
+    times = {PLAIN: {1: 1.0, 456: 2.0, 483: 2.0, 512: 4.0}, "k": {456: 1.0, 512: seconds}, "a": {483: 1.8}}
+    curves = Curves(1, 512, times, PLAIN)
+    assert curves.usable("k", 483) == (seconds if served == "k" else math.inf)
+    assert intervals.serving(curves, [PLAIN, "k"], BOUND) == {1: PLAIN, 456: "k", 483: served, 512: "k"}
+    assert curves.at_most("a", 512) == math.inf
 
 
 # --- weights

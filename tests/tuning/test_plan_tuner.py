@@ -139,7 +139,7 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     decisions, plans = tune(tuner, store, range(1, 129))
     assert tuner.tuned == [[8, 48], [1]]
-    assert tuner.begun == [1]
+    assert tuner.begun == [48, 8, 1]
     assert seen == [[8, 48]]
     assert builders.begun == [(77, SMALL.id)]
     assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 48]

@@ -123,12 +123,13 @@ class PlanTuner:
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
 
     def _decide_and_build(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> list[Decision]:
-        """Return the Decisions at the tuned M. While the last of them is made, the kernels that the others make the
-        plan try are built."""
+        """Return the Decisions at the tuned M. While the last of them, at the least M, is made, the kernels that the
+        others make the plan try are built."""
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         least, *others = sizes.tuned
-        self._tuner.begin_builds(weight.problem.with_m(least), pool)
+        for m in reversed(sizes.tuned):  # about the order in which they are decided, and built
+            self._tuner.begin_builds(weight.problem.with_m(m), pool)
         decisions = self._decide(weight, others, pool)
         self._build_ahead(weight, sizes, decisions, pool)
         return decisions + self._decide(weight, [least], pool)
