@@ -106,6 +106,9 @@ def test_gated_products_match_the_oracle(m: int, kind: Kind) -> None:
             check(gated, kernel)
 
 
+@pytest.mark.skipif(
+    not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="oneDNN computes no bfloat16 on CPUs without AVX-512"
+)
 def test_onednn_template_is_listed_for_epilogues_that_onednn_fuses() -> None:
     templates = {
         name: {

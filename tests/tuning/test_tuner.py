@@ -264,8 +264,9 @@ def test_ctrl_c_keeps_finished_decisions(target: Target, store: MemoryStore) -> 
     tuner = Tuner(target, ["aten"], store, QUICK, interrupt)
     with pytest.raises(KeyboardInterrupt):
         tuner.tune([(first, 1), (second, 1)])
-    assert [row.problem_key for row in store.decisions()] == [first.key]
-    assert list(store.decisions()) == finished
+    assert [decision.problem_key for decision in finished] == [first.key]
+    # What a busy machine left undecided is not stored.
+    assert list(store.decisions()) == [decision for decision in finished if decision.outcome != "inconclusive"]
     assert worker_processes() <= before
 
 
