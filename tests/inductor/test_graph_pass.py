@@ -129,9 +129,6 @@ def test_dependent_launch_is_for_graphs_whose_operations_all_read_tensors(
     assert hooks.is_pdl_safe(graph) == safe
 
 
-@pytest.mark.skipif(
-    not hasattr(hooks.inductor_config.triton, "enable_pdl"), reason="this torch's kernels wait for the one before"
-)
 def test_unsafe_graph_disables_dependent_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hooks.TracingContext, "try_get", lambda: None)
     with hooks.inductor_config.patch({"triton.enable_pdl": True}):

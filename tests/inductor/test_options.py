@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 
-from gemmtune.inductor.hooks import inductor_config
 from gemmtune.inductor.options import COMBO, PDL, launch_patches, parse_options
 from gemmtune.store import MemoryStore
 
@@ -34,12 +33,8 @@ def test_default_tunes_on_a_miss() -> None:
 
 
 def test_launches_are_patched_unless_the_user_sets_them() -> None:
-    if hasattr(inductor_config.triton, "enable_pdl"):
-        assert launch_patches(parse_options("max-autotune")) == {PDL: True, COMBO: True}
-        assert launch_patches(parse_options("max-autotune", {PDL: False})) == {COMBO: True}
-    else:  # torch 2.9
-        assert launch_patches(parse_options("max-autotune")) == {COMBO: True}
-    assert launch_patches(parse_options("max-autotune", {COMBO: False})).get(COMBO) is None
+    assert launch_patches(parse_options("max-autotune")) == {PDL: True, COMBO: True}
+    assert launch_patches(parse_options("max-autotune", {PDL: False})) == {COMBO: True}
     assert parse_options("max-autotune-no-cudagraphs").tunes_pointwise
     assert not parse_options("reduce-overhead").tunes_pointwise
 

@@ -33,8 +33,8 @@ _APART = 2.5  # the ratio of M for which libraries are asked
 # the weight.
 _ROW_STEP = 128
 # M for which candidates are listed. With three, kernels that fill the multiprocessors at M between them were missed. In
-# a simulation (estimates with random errors; six weights) the best of the pool took 1.8% to 5.3% longer in the mean
-# than the best of all candidates, with six M 1.2% to 4.6%.
+# a simulation (estimates with random errors, six weights; a script that was not kept) the best of the pool took 1.8% to
+# 5.3% longer in the mean than the best of all candidates, with six M 1.2% to 4.6%.
 _PER_OCTAVE = 6
 _TIMED_AT = 3  # M at which an expected kernel is timed, among those with the largest gains
 _LISTED = 6  # the first candidates of a template that are considered at an M
