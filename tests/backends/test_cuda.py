@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections import Counter
 from dataclasses import replace
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gemmtune.backends.cuda import CudaBackend, compiler
-from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
+from gemmtune.backends.cuda.block import (
+    fitted_rows,
+    mixed_raised_registers,
+    rows_of_tiles,
+    slab_raised_registers,
+)
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import decode_kernels
 from gemmtune.core.candidate import Candidate
@@ -69,6 +77,41 @@ def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int)
     assert len({candidate.id for candidate in candidates}) == len(candidates)
     assert all(int(c["bm"]) <= 256 and -(-m // int(c["bm"])) * int(c["bm"]) < m + 40 for c in candidates)
     assert {2, 3} <= {candidate["stages"] for candidate in candidates}
+
+
+@given(st.integers(1, 8192), st.integers(8, 20000), st.integers(1, 264), st.sampled_from((24, 160, 232, 256)), st.data())
+def test_fitted_rows_need_no_more_rounds_of_blocks_than_the_most_rows(
+    m: int, n: int, multiprocessors: int, bm: int, data: st.DataObject
+) -> None:
+    split = data.draw(st.integers(1, multiprocessors))
+    config = {"bm": bm, "bn": data.draw(st.sampled_from((64, 128))), "split": split, "fitted": 1}
+    rows = fitted_rows(m, n, multiprocessors, config)
+    assert rows in rows_of_tiles(config)
+    assert rows_of_tiles(config).start <= bm // 3 + 16
+
+    def rounds(rows: int) -> int:
+        return math.ceil(math.ceil(m / rows) * math.ceil(n / config["bn"]) / (multiprocessors // split))
+
+    assert rounds(rows) == rounds(bm)
+    assert all(rounds(fewer) > rounds(bm) for fewer in rows_of_tiles(config) if fewer <= rows - 16)
+
+
+@pytest.mark.parametrize("m", [17, 64, 100, 500, 3000])
+def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(m: int) -> None:
+    problem, backend = weight_only_problem(m, 4096, 4096), CudaBackend()
+    candidates = backend.plan_candidates(problem, H200)
+    assert bool(candidates) == (m > 17)
+    listed = set(legal_candidates(problem))
+    seconds = [backend.estimated_s(problem, candidate, H200) or 0.0 for candidate in candidates]
+    assert seconds == sorted(seconds)
+    for candidate in candidates:
+        assert candidate not in listed
+        assert not backend.why_illegal(problem, candidate, H200)
+        path = backend.code_paths(problem, candidate, H200)
+        assert path is not None
+        assert path(m) in rows_of_tiles(dict(candidate.config))
+    assert backend.code_paths(problem, next(iter(listed)), H200) is None
+    assert not backend.plan_candidates(build(m, 4096, 4096, "bf16"), H200)
 
 
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)

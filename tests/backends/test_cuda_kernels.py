@@ -19,6 +19,7 @@ import torch
 from gemmtune.backends.base import CAPTURE_FACTS
 from gemmtune.backends.cuda import CudaBackend, space
 from gemmtune.backends.cuda import source as cuda_source
+from gemmtune.backends.cuda.block import fitted_rows
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
@@ -39,7 +40,7 @@ CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # other tests check its conversions
 SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "pieces": 1, "turns": 1, "stages": 3}
-MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
+MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "fitted": 0, "stages": 2}
 
 
 class Emulator:
@@ -265,6 +266,11 @@ MIXED: dict[str, tuple[Problem, dict[str, int]]] = {
     ),
     "int8, registers that change hands": (weight_only_problem(70, 130, 528), {"bm": 256, "bn": 128, "split": 2}),
     "int4, a scale a channel": (weight_only_problem(10, 70, 768, bits=4), {"split": 2}),
+    "int8, fitted rows": (weight_only_problem(75, 70, 400), {"bm": 72, "fitted": 1}),
+    "int8, fitted rows, a cluster, an epilogue": (
+        replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 80, "split": 2, "fitted": 1},
+    ),
+    "int4, fitted rows, groups": (weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72, "fitted": 1}),
 }  # fmt: skip
 
 
@@ -347,6 +353,24 @@ def test_kernels_serve_more_rows_than_their_m(emulator: Emulator) -> None:
 
         verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], time_limit_s=0)
         assert verdict.ok, verdict.detail
+
+
+@needs_cxx
+@pytest.mark.parametrize("split", [1, 2])
+def test_fitted_kernels_match_the_oracle_with_every_number_of_rows(emulator: Emulator, split: int) -> None:
+    """The six multiprocessors of the fake driver have six tiles of 37 columns, or three clusters, at a time."""
+    config = {**MIXED_CONFIG, "bm": 72, "fitted": 1, "split": split}
+    kernel = emulator.mixed(weight_only_problem(130, 37, 528), **config)
+    rows_at = {m: fitted_rows(m, 37, 6, config) for m in (1, 30, 140, 240, 290, 430)}
+    assert set(rows_at.values()) >= {24, 40, 56, 72}
+    for m in rows_at:
+        problem = kernel.problem.with_m(m)
+
+        def run(inputs: Inputs, out: torch.Tensor) -> None:
+            run_into(kernel, inputs, out)
+
+        verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], time_limit_s=0)
+        assert verdict.ok, f"{m}: {verdict.detail}"
 
 
 @needs_cxx

@@ -153,6 +153,23 @@ def test_mixed_kernels_are_correct_and_repeatable_at_every_m(name: str, split: i
     check_any_m(problem, load_kernel(problem, first_candidate(problem, "mixed", "cuda", split=split)))
 
 
+@pytest.mark.parametrize("name", ["mixed int8", "mixed int8 groups", "mixed int4", "mixed int4 fp16"])
+def test_kernels_whose_rows_are_fitted_are_correct_and_repeatable_at_every_m(name: str) -> None:
+    problem = PROBLEMS[name].with_m(300)
+    backend, target = CudaBackend(), current_cuda({})
+    candidates = {(c["bn"], c["split"]): c for c in backend.plan_candidates(problem, target)}
+    assert len(candidates) >= 4
+    for candidate in candidates.values():
+        kernel, path = load_kernel(problem, candidate), backend.code_paths(problem, candidate, target)
+        assert path is not None
+        check_any_m(problem, kernel)
+        for m in {path(m): m for m in range(1, 2000)}.values():
+            other = problem.with_m(m)
+            test_cases = make_reference_cases(other, m, device=torch.device("cuda"))
+            verdict = verify(lambda i, out, k=kernel: run_into(k, i, out), other, test_cases[:1], time_limit_s=0.0)
+            assert verdict.ok, f"{candidate.id}, {m} rows: {verdict.kind}: {verdict.detail}"
+
+
 def test_kernels_that_reallocate_registers_among_warps_are_correct() -> None:
     """Their accumulators need more registers than a thread starts with: 256x128, or 128x256 and half as much again."""
     problem = weight_only_problem(250, 1100, 2064)

@@ -525,8 +525,8 @@ def test_preparing_operands_takes_little_of_the_default_budget_and_all_it_needs_
     [
         (1e-3, 4.0, 0.2),  # 5% of the budget
         (1.0, 4.0, 0.2),
-        (1e-3, None, 0.3),
-        (1e-2, None, 0.8),  # 80 calls
+        (1e-3, None, 3.0),  # 50% of the default budget
+        (5e-2, None, 4.0),  # 80 calls
         (1.0, None, 4.5),  # 75% of the default budget
     ],
 )

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.candidate import Candidate
-from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, RUN, sizes_to_verify
+from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, PATHS, RUN, sizes_to_verify
 
 Spans = list[tuple[int, int]]
 
@@ -54,6 +54,17 @@ def test_ends_of_spans_are_verified_and_the_rows_of_others_limited(spans: Spans,
     assert {m for span in spans for m in span} <= set(sizes)
     longest_run = RUN * (max(first for first, _ in spans) + 2 * RUN)
     assert sum(m for m in sizes if m not in ends) <= MAX_ROWS * spans[-1][1] + longest_run
+
+
+@given(ascending_spans(), st.integers(0, 1000))
+def test_kernels_are_verified_in_each_copy_of_their_code(spans: Spans, seed: int) -> None:
+    def path(m: int) -> int:
+        return 16 * -(-(m % 200) // 16)
+
+    sizes = sizes_to_verify(spans, candidate(200), random.Random(seed), path)
+    expected = {path(m) for first, last in spans for m in range(first, last + 1, -(-(last - first + 1) // PATHS))}
+    assert expected <= {path(m) for m in sizes}
+    assert len(sizes) <= MAX_SIZES
 
 
 @given(ascending_spans(), st.integers(0, 1000))

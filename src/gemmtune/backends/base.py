@@ -191,12 +191,25 @@ class Backend(ABC):
                 reason = item.reason
         return reason or NOT_LISTED
 
+    def plan_candidates(self, problem: Problem, target: Target) -> Sequence[Candidate]:
+        """Return the legal candidates that only plans for a range of M try, the least estimates first (none by
+        default): kernels that adapt to M, which at one M are no faster than those that ``candidates`` lists."""
+        return ()
+
     def estimated_s(self, problem: Problem, candidate: Candidate, target: Target) -> float | None:
         """Return the estimated seconds of a call, comparable between the candidates of one template and between M;
         None where there is no estimate (the default).
 
         ``candidates`` yields them in this order. Tuning for every M builds the candidates with the least estimates at M
         that are not tuned by themselves. A backend with estimates implements ``packing_of``, too.
+        """
+        return None
+
+    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
+        """Return a function from M to a number, where a legal candidate's kernel chooses among copies of its code by M:
+        equal numbers for M that have the same copy. None for kernels with one (the default).
+
+        A Plan's kernel is verified in each of the copies that it runs.
         """
         return None
 

@@ -36,7 +36,8 @@ _ROW_STEP = 128
 # a simulation (estimates with random errors, six weights; a script that was not kept) the best of the pool took 1.8% to
 # 5.3% longer in the mean than the best of all candidates, with six M 1.2% to 4.6%.
 _PER_OCTAVE = 6
-_TIMED_AT = 3  # M at which an expected kernel is timed, among those with the largest gains
+_TIMED_AT = 3  # M at which an expected kernel is timed: those with the largest gains,
+_TIMED_APART = 1.5  # and more that are this factor from each of those, for kernels that are fast at many M
 _LISTED = 6  # the first candidates of a template that are considered at an M
 _VARIED = 8  # kernels of which a variant with the same tile is tried, too
 _VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
@@ -225,11 +226,20 @@ def predict_kernels(
             break
         kernel = options.pop(name)
         worthy = [m for m in grid if gains[name][m] > _LEAST_GAIN]
-        kernel.predicted_for = set(sorted(worthy, key=lambda m: -weights[m] * gains[name][m])[:_TIMED_AT])
+        kernel.predicted_for = _sizes_to_time(sorted(worthy, key=lambda m: -weights[m] * gains[name][m]))
         best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[name][m]) for m in grid}
         chosen.append(kernel)
     variants = (_variant(kernel, options.values(), seconds) for kernel in chosen[:_VARIED])
     return chosen + [variant for variant in variants if variant is not None]
+
+
+def _sizes_to_time(worthy: Iterable[int]) -> set[int]:
+    """Return the M at which an expected kernel is timed. worthy: those at which it is expected to be fast, by gain."""
+    sizes: list[int] = []
+    for m in worthy:
+        if len(sizes) < _TIMED_AT or all(max(m, size) >= _TIMED_APART * min(m, size) for size in sizes):
+            sizes.append(m)
+    return set(sizes)
 
 
 def _variant(
@@ -250,7 +260,7 @@ def _tile(kernel: PoolKernel) -> tuple[object, ...]:
     """Return the template and the sizes that decide which part of the output a block of threads computes."""
     config = dict(kernel.candidate.config)
     template = _Template.of(kernel.candidate, kernel.packing)
-    return (*template, *(config.get(name) for name in (*_TILE_SIZES, "cluster")))
+    return (*template, *(config.get(name) for name in (*_TILE_SIZES, "cluster", "fitted")))
 
 
 def _apart_from_tile(candidate: Candidate) -> _Config:
@@ -321,18 +331,19 @@ def _listed(problem: Problem, target: Target, templates: Collection[_Template]) 
 
 @functools.lru_cache(maxsize=512)
 def _first_candidates(backend: Backend, problem: Problem, target: Target) -> tuple[tuple[Candidate, _Template], ...]:
-    """Return the first ``_LISTED`` candidates of each template and layout. Cached, since they are listed for the same
-    Problems before the last Decision and after it."""
+    """Return the first ``_LISTED`` candidates of each template and layout, and as many of those for plans. Cached, since
+    they are listed for the same Problems before the last Decision and after it."""
     found: list[tuple[Candidate, _Template]] = []
-    count: dict[_Template, int] = {}
-    for candidate in backend.candidates(problem, target):
-        if isinstance(candidate, Illegal):
-            continue
-        try:
-            template = _Template.of(candidate, backend.packing_of(problem, candidate))
-        except NotImplementedError:
-            break
-        if count.get(template, 0) < _LISTED:
-            count[template] = count.get(template, 0) + 1
-            found.append((candidate, template))
+    for listed in (backend.candidates(problem, target), backend.plan_candidates(problem, target)):
+        count: dict[_Template, int] = {}
+        for candidate in listed:
+            if isinstance(candidate, Illegal):
+                continue
+            try:
+                template = _Template.of(candidate, backend.packing_of(problem, candidate))
+            except NotImplementedError:
+                break
+            if count.get(template, 0) < _LISTED:
+                count[template] = count.get(template, 0) + 1
+                found.append((candidate, template))
     return tuple(found)

@@ -47,6 +47,9 @@ BUILDS_S = 3.0  # seconds of builds that do not count where a budget has a ``def
 UNCERTAIN_BASELINE = 1.15
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.
 SLOW_TEST_CALLS = 80
+# Of a budget that is not the user's. With 0.05 and 0.25, the first Decision of a weight, which waits for builds, stayed a
+# tie ("the budget allowed 2 pairs") although a kernel took 0.74 of ATen's time (int8 weights, M = 2048, H100).
+_LEAST_RACE = 0.5
 CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each test case, and one at each other M
 
 
@@ -227,13 +230,15 @@ class TuningSession:
     def _race_seconds(self, rows: Sequence[Row]) -> float:
         """Return the seconds for the race: those that remain of the budget.
 
-        Unless the budget is the user's, a race of slow calls gets more, since it could not decide anything otherwise.
+        Unless the budget is the user's, a race gets at least ``_LEAST_RACE`` of it, however long exploring took, and
+        one of slow calls gets more, since neither could decide anything otherwise.
         """
         if self._budget.strict:
             return max(self._budget.remaining_s, 0.05 * self._budget.seconds)
         slow_race_s = SLOW_TEST_CALLS * min(row.screening_s for row in rows)
         remaining_s = min(self._budget.remaining_s, self._profile.race_s or math.inf)
-        return max(remaining_s, min(0.75 * self._budget.seconds, slow_race_s), 0.05 * self._budget.seconds)
+        least_s = min(_LEAST_RACE * self._budget.seconds, self._profile.race_s or math.inf)
+        return max(remaining_s, min(0.75 * self._budget.seconds, slow_race_s), least_s)
 
     def _report_leading(self, leading: LeaderUpdate) -> None:
         self._context.progress(BestSoFar(leading.id, leading.median_s, leading.ratio))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from ..core.candidate import Candidate
 from ..verify.row_counts import tile_rows
@@ -11,21 +11,30 @@ from ..verify.row_counts import tile_rows
 RUN = 17  # consecutive M: they contain every remainder of a division by 17 or less
 RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
+PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
 MAX_SIZES = 96
 MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
 
 
-def sizes_to_verify(spans: Sequence[tuple[int, int]], candidate: Candidate, rng: random.Random) -> list[int]:
+def sizes_to_verify(
+    spans: Sequence[tuple[int, int]],
+    candidate: Candidate,
+    rng: random.Random,
+    path: Callable[[int], int] | None = None,
+) -> list[int]:
     """Return the M at which to verify a kernel that serves ``spans`` (first and last M of each), in a random order.
+
+    path: as ``Backend.code_paths`` returns it for the kernel.
 
     A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
-    consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. Long lists of spans are thinned to
-    ``MAX_SIZES``: the run and the ends of the whole range stay, and the ends of spans and their odd M are preferred.
-    The other M have ``MAX_ROWS`` together.
+    consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. A kernel that has copies of its
+    code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
+    ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are preferred.
+    The other M, without those for copies, have ``MAX_ROWS`` together.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
-    certain = {lowest, highest, *_run(spans, rng)}
+    certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
     ends = {m for first, last in spans for m in (first, last, min(first | 1, last))} - certain
     edges = {m for first, last in spans for m in _edges(first, last, tile_rows(candidate))} - certain - ends
     others: set[int] = set()
@@ -46,6 +55,19 @@ def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:
     first, last = max(spans, key=lambda span: min(span[1] - span[0], RUN))
     start = rng.randint(first, max(first, min(first + RUN, last - RUN + 1)))
     return range(start, min(start + RUN, last + 1))
+
+
+def _one_of_each(
+    spans: Sequence[tuple[int, int]], path: Callable[[int], int] | None, rng: random.Random
+) -> list[int]:
+    """Return an M for each path through a kernel's code, chosen among the smallest."""
+    if path is None:
+        return []
+    by_path: dict[int, list[int]] = {}
+    for first, last in spans:
+        for m in range(first, last + 1, -(-(last - first + 1) // PATHS)):
+            by_path.setdefault(path(m), []).append(m)
+    return [rng.choice(sizes[:RUN]) for sizes in by_path.values()]
 
 
 def _edges(first: int, last: int, rows: int) -> list[int]:

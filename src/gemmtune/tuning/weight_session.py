@@ -8,6 +8,7 @@ import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
+from .. import backends
 from ..core import devices
 from ..core.decision import Decision, Verdict
 from ..core.errors import StoreError
@@ -136,7 +137,9 @@ class WeightSession:
         for name in dict.fromkeys(interval.kernel for interval in found):
             kernel = self._found.pool[name]
             spans = [(interval.first, interval.last) for interval in found if interval.kernel == name]
-            sizes = [m for m in sizes_to_verify(spans, kernel.candidate, self._rng) if m not in self._verified[name]]
+            path = self._code_paths(kernel)
+            chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path)
+            sizes = [m for m in chosen if m not in self._verified[name]]
             if not sizes:
                 continue
             result = self._worker.verify_sizes(self._items[name], sizes)
@@ -145,6 +148,12 @@ class WeightSession:
                 return False
             self._verified[name] |= dict.fromkeys(sizes, result.verdict.worst)
         return True
+
+    def _code_paths(self, kernel: PoolKernel) -> Callable[[int], int] | None:
+        if kernel.candidate.backend not in backends.names():  # a plugin's, which the worker has loaded
+            return None
+        backend = backends.get(kernel.candidate.backend)
+        return backend.code_paths(self._problem, kernel.candidate, self._target)
 
     # --- the result
 

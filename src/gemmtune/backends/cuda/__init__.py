@@ -7,7 +7,7 @@ their measured gains.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 from ...core.candidate import Candidate, Illegal
@@ -38,8 +38,14 @@ class CudaBackend(GpuBackend):
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
         return space.candidates(problem, target)
 
+    def plan_candidates(self, problem: Problem, target: Target) -> Sequence[Candidate]:
+        return space.plan_candidates(problem, target)
+
     def estimated_s(self, problem: Problem, candidate: Candidate, target: Target) -> float | None:
         return space.estimated_s(problem, candidate, target)
+
+    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
+        return space.code_paths(problem, candidate, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)

@@ -11,7 +11,8 @@ bytes of a row in a stage), ``stages`` (as many as fit shared memory), ``cluster
 in flight at a time).
 
 Axes of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as fit
-when one, two, three or four blocks run on a multiprocessor).
+when one, two, three or four blocks run on a multiprocessor), ``fitted`` (1: tiles have up to ``bm`` rows, as many as M
+needs: ``block.fitted_rows``).
 """
 
 from __future__ import annotations
@@ -33,12 +34,15 @@ from .block import (
     MIXED_STEP,
     REGISTERS,
     equal_registers,
+    fitted_rows,
     mixed_raised_registers,
     mixed_registers,
     mixed_shared,
     mixed_stage,
     mixed_stages,
+    mixed_stages_of,
     mixed_warps,
+    rows_of_tiles,
     slab_raised_registers,
     slab_registers,
     slab_stages,
@@ -134,13 +138,24 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
     yield from illegal
 
 
+def plan_candidates(problem: Problem, target: Target) -> list[Candidate]:
+    """Return the legal candidates of ``mixed`` whose tiles' rows are fitted to M, most promising first."""
+    device = device_limits(target)
+    if why_no_gpu_kernel(problem) or _why_unsupported(problem) or _why_mixed_unsupported(problem, device):
+        return []
+    illegal, seconds = partial(_why_mixed_illegal, problem, device), partial(_mixed_seconds, problem, device)
+    return rank_configs(NAME, MIXED, _fitted_configs(problem, device), illegal, seconds)[0]
+
+
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
-    """Return why ``candidates`` does not list ``candidate``, by looking only at its template; empty if it lists it."""
+    """Return why neither ``candidates`` nor ``plan_candidates`` lists ``candidate``, by looking only at its template;
+    empty if one of them lists it."""
     reason = why_no_gpu_kernel(problem) or _why_unsupported(problem)
     if reason or candidate.template not in _spaces():
         return reason or NOT_LISTED
     device, requested = device_limits(target), dict(candidate.config)
     why_unsupported, space, check, _ = _spaces()[candidate.template]
+    space = _fitted_configs if requested.get("fitted") else space
     reason = why_unsupported(problem, device)
     for config in () if reason else space(problem, device):
         if config == requested and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
@@ -154,6 +169,16 @@ def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float
         return None
     *_, seconds = _spaces()[candidate.template]
     return seconds(problem, device_limits(target), dict(candidate.config))
+
+
+def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
+    """Return a function from M to the rows of a tile, where a kernel has a loop for each number of rows; None for other
+    kernels."""
+    config = dict(candidate.config)
+    if not config.get("fitted"):
+        return None
+    multiprocessors = device_limits(target).multiprocessors
+    return lambda m: fitted_rows(m, problem.n, multiprocessors, config)
 
 
 @functools.cache
@@ -406,10 +431,34 @@ def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str,
     if problem.m > _MIXED_FITTED_ROWS:
         rows = set(_WIDTHS[6::2])
     for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
-        config = {"bm": bm, "bn": bn, "split": split}
+        config = {"bm": bm, "bn": bn, "split": split, "fitted": 0}
         budgets = [(device.shared + _RESERVED_SHARED) // resident - _RESERVED_SHARED for resident in (1, 2, 3, 4)]
         for stages in sorted({min(_MAX_STAGES, mixed_stages(problem, config, budget)) for budget in budgets}):
             yield {**config, "stages": stages}
+
+
+def _fitted_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
+    """Yield configurations with as many rows as registers, and shared memory with a number of stages, allow for one
+    block on a multiprocessor (``fitted_rows`` counts one), and with the next multiple of 16 below: some numbers of rows
+    are faster than others by 5%, and fitted ones differ by 16."""
+    for bn, split in itertools.product((64, 128, 192, 256), (1, 2, 3, 4)):
+        listed = set[int]()
+        for stages in (4, 3, 2):
+            configs = (
+                {"bm": bm, "bn": bn, "split": split, "stages": stages, "fitted": 1}
+                for bm in reversed(_WIDTHS)
+            )
+            alone = (
+                config
+                for config in configs
+                if not _why_mixed_illegal(problem, device, config) and 2 * mixed_shared(problem, config) > device.shared
+            )
+            for config in itertools.islice(alone, 2):
+                if config["bm"] not in listed and problem.m > rows_of_tiles(config).start:
+                    listed.add(config["bm"])
+                    yield config
+                if not config["bm"] % 16:
+                    break
 
 
 def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
@@ -433,22 +482,24 @@ def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str,
 def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated time of one call, in seconds: the reads of B, the loads of A, the conversions and the
     products of the busiest multiprocessor, and the rounds of blocks. The estimate only orders candidates."""
-    bm, bn, split = config["bm"], config["bn"], config["split"]
-    blocks, groups = _tiles(problem, config) * split, bn // 64
+    bn, split = config["bn"], config["split"]
+    bm = fitted_rows(problem.m, problem.n, device.multiprocessors, config)
+    blocks, groups = _tiles(problem, {**config, "bm": bm}) * split, bn // 64
+    stage, stages = mixed_stage(problem, {**config, "bm": bm}), mixed_stages_of(problem, config, bm)
     registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)
     resident_limit = (device.shared + _RESERVED_SHARED) // (mixed_shared(problem, config) + _RESERVED_SHARED)
     resident = max(1, min(resident_limit, REGISTERS // registers))
     usable = int(device.multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
     busiest = -(-blocks // usable)
     steps = busiest * -(-problem.k // MIXED_STEP) / split
-    weights = mixed_stage(problem, config) - 2 * CHUNK_BYTES * bm
+    weights = stage - 2 * CHUNK_BYTES * bm
     at_once = min(resident, busiest)
     memory = steps * weights * device.multiprocessors / _BANDWIDTH
-    memory *= 1.0 + _FLIGHT / (at_once * config["stages"] * weights)
-    fetched = steps * mixed_stage(problem, config) * device.multiprocessors / _MIXED_L2
+    memory *= 1.0 + _FLIGHT / (at_once * stages * weights)
+    fetched = steps * stage * device.multiprocessors / _MIXED_L2
     products_s = 4.0 * MIXED_STEP * 64 * bm / _MIXED_FLOPS
     compute = steps * groups * max(_CONVERT_S * (1.5 if at_once * groups == 1 else 1.0), products_s)
-    latency_factor = 1 + _MIXED_FLIGHT / (at_once * (config["stages"] - 1) * mixed_stage(problem, config))
+    latency_factor = 1 + _MIXED_FLIGHT / (at_once * (stages - 1) * stage)
     faster, slower = sorted((memory, fetched * latency_factor, compute * latency_factor))[1:]
     output = _COLUMN_S * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / _MIXED_BETWEEN
     return float(slower + _EXPOSED_SHARE * faster + _START_S + _WAVE_S * -(-busiest // resident) + output * busiest)

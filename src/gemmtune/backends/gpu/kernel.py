@@ -349,16 +349,12 @@ class _TensorMaps(dict[int, TensorMap]):
 
 class TmaKernel(GpuKernel):
     """A persistent kernel, whose programs loop over the tiles. It reads A and B through TMA descriptors, which are
-    cached.
-
-    clips_boxes: whether the kernel expects TMA to load M rows of A where that is less than its boxes have.
-    """
-
-    clips_boxes: ClassVar[bool] = False
+    cached."""
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        self._weights = self._tensor_maps("b_desc", problem.n, self._ldb)  # weights keep their addresses for all M
+        # Weights keep their addresses for all M.
+        self._weights = self._tensor_maps(self.header.descriptors["b_desc"], problem.n, self._ldb)
 
     @abstractmethod
     def _program_count(self, m: int, device: int) -> int:
@@ -374,10 +370,11 @@ class TmaKernel(GpuKernel):
         the kernel reads B itself."""
         return None
 
-    def _tensor_maps(self, name: str, rows: int, lead: int) -> _TensorMaps:
-        tma = self.header.descriptors[name]
-        if name == "a_desc" and self.clips_boxes:
-            tma = msgspec.structs.replace(tma, block=(min(tma.block[0], rows), *tma.block[1:]))
+    def _box_rows(self, m: int, device: int) -> int:
+        """Return the rows of A that TMA loads at a time."""
+        return self.header.descriptors["a_desc"].block[0]
+
+    def _tensor_maps(self, tma: Tma, rows: int, lead: int) -> _TensorMaps:
         # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
         return _TensorMaps(tma, rows, min(self.problem.k, lead), lead)
 
@@ -397,5 +394,7 @@ class TmaKernel(GpuKernel):
             f"parameters[{arguments.index('b_desc')}] = b_map.address",
         ]
         values = [by_name.get(name, 0) for name in arguments]
-        rows = self._tensor_maps("a_desc", m, lda)
+        tma = self.header.descriptors["a_desc"]
+        box = msgspec.structs.replace(tma, block=(self._box_rows(m, device), *tma.block[1:]))
+        rows = self._tensor_maps(box, m, lda)
         return LaunchPlan((programs, 1), values, lines, {"convert": convert, "rows": rows, "weights": self._weights})
