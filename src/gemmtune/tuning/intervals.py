@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,7 +30,19 @@ MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
 _UNKNOWN = 10.0
+_REACH = 1.6  # estimates are compared with times at M within this factor
+_EXPECTED_GAIN = 0.03  # that a change of kernels between two measured M must have: estimates are no better
+_GRID = 16  # rows from one M to the next at which estimates choose between two measured M
+# cuBLAS is faster at multiples of it than at the M around them: fp8 4608x4096x4096 was served at 1.04 of its time (H100)
+# between two other M at which it took longer.
+_ALIGNED = 16
+_PER_GAP = 8  # M between two measured ones at which a loss is estimated
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
+
+
+def no_estimate(name: str, m: int) -> float | None:
+    """Return None: there are no estimates of times."""
+    return None
 
 
 @dataclass(frozen=True)
@@ -42,6 +54,7 @@ class Curves:
     any M; "" in a packed layout, where it cannot. counts: recorded calls by M. noise: of the times at an M, relative.
     overhead_s: what is added to a kernel's time for the comparison with ATen's plain op (``TunedPlan.overhead_s``).
     waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
+    estimated_s: returns a backend's estimate of a kernel's seconds at an M; None where it has none.
     """
 
     first: int
@@ -53,6 +66,7 @@ class Curves:
     noise: Mapping[int, float] = field(default_factory=dict)
     overhead_s: float = 0.0
     waves: bool = False
+    estimated_s: Callable[[str, int], float | None] = no_estimate
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -87,6 +101,46 @@ class Curves:
         sizes = self._sizes_of[name]
         index = bisect_left(sizes, m)
         return self.times[name][sizes[index]] if index < len(sizes) else math.inf
+
+    def expected(self, name: str, m: int) -> float | None:
+        """Return the seconds that a kernel is expected to take at M: its time there, or the estimate for M times what
+        its times at the next M on either side are of the estimates there (their geometric mean, weighted by distance).
+        None without an estimate, and where it was not timed at a larger M nearby.
+
+        Estimates know how many waves of tiles there are, which a line between two times does not.
+        """
+        if m in self.times[name]:
+            return self.times[name][m]
+        sizes = self._sizes_of[name]
+        index = bisect_left(sizes, m)
+        if index == len(sizes) or sizes[index] > _REACH * m or not (estimate_s := self.estimated_s(name, m)):
+            return None
+        above, below = sizes[index], sizes[max(index - 1, 0)]
+        estimates = {size: self.estimated_s(name, size) or estimate_s for size in (below, above)}
+        ratios = {size: self.times[name][size] / seconds for size, seconds in estimates.items()}
+        if not m / _REACH <= below <= m or (estimate_s == estimates[above] and estimate_s != estimates[below]):
+            return estimate_s * ratios[above]
+        if estimate_s == estimates[below]:
+            return estimate_s * ratios[below]
+        share = (m - below) / (above - below)
+        return float(estimate_s * ratios[below] ** (1.0 - share) * ratios[above] ** share)
+
+    @cached_property
+    def _aligned_sizes(self) -> list[int]:
+        """The M at which ATen's plain op was timed that are multiples of ``_ALIGNED``, ascending."""
+        return sorted(m for m in self.times.get(self.plain, {}) if m % _ALIGNED == 0)
+
+    def plain_at_least(self, m: int) -> float:
+        """Return the seconds that ATen's plain op may take near a measured M: its time there, or less where the line
+        between its times at the next multiples of ``_ALIGNED`` is below that. Infinite where it was not timed."""
+        plain, sizes = self.times.get(self.plain, {}), self._aligned_sizes
+        index = bisect_left(sizes, m)
+        seconds = plain.get(m, math.inf)
+        if not self.waves or not 0 < index < len(sizes) or sizes[index] > 2 * sizes[index - 1]:
+            return seconds
+        below, above = sizes[index - 1], sizes[index]
+        line_s = plain[below] + (plain[above] - plain[below]) * (m - below) / (above - below)
+        return min(seconds, line_s)
 
     def usable(self, name: str, m: int) -> float:
         """Return the seconds that a kernel takes at most at a measured M; infinite where ATen's plain op should serve
@@ -296,25 +350,31 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
     """Return the intervals of kernels that serve as ``points`` says at the measured M.
 
     Between two measured M with different kernels, ATen's plain op serves if it is one of them, since nothing shows that
-    the other is faster there. Otherwise the boundary is where the estimated times cross. Where a kernel between two
-    measured M may take longer than ATen's plain op, the latter serves.
+    the other is faster there. Otherwise the boundary is where the estimated times cross; where backends have estimates
+    any kernel of the points may serve between. Where a kernel between two measured M may take longer than ATen's plain
+    op, the latter serves.
     """
-    sizes = sorted(points)
+    sizes, chosen = sorted(points), sorted(set(points.values()) - {curves.plain})
     starts = [(curves.first, points[sizes[0]])]
     for a, b in itertools.pairwise(sizes):
-        starts += _starts_between(curves, points[a], points[b], a, b)
+        starts += _starts_between(curves, chosen, points[a], points[b], a, b)
     changes = [start for before, start in itertools.pairwise([(0, ""), *starts]) if before[1] != start[1]]
     ends = [*(start - 1 for start, _ in changes[1:]), curves.last]
     return tuple(PlanInterval(start, end, name) for (start, name), end in zip(changes, ends, strict=True))
 
 
-def _starts_between(curves: Curves, left: str, right: str, a: int, b: int) -> list[tuple[int, str]]:
+def _starts_between(
+    curves: Curves, chosen: Sequence[str], left: str, right: str, a: int, b: int
+) -> list[tuple[int, str]]:
     """Return (first M, kernel) of each run of M with one kernel, after the measured M ``a``, which ``left`` serves. The
-    last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``."""
+    last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``. chosen: the
+    kernels of all points, without ATen's plain op."""
     if left == curves.plain:
         return [(b, right)]
     if right == curves.plain:
         return [(a + 1, right)]
+    if curves.expected(left, a + 1) and curves.expected(right, a + 1):
+        return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     boundary = b if left == right else _boundary(curves, left, right, a, b)
     rows = max(1, curves.steps.get(left, 1))
     step = min(rows * -(-a // rows) + 1, boundary)  # up to here ``left`` takes as long as at ``a``
@@ -325,6 +385,39 @@ def _starts_between(curves: Curves, left: str, right: str, a: int, b: int) -> li
     found.append((b, right))
     # Where the next run begins at the same M, a run is empty.
     return [start for start, after in itertools.pairwise([*found, (b + 1, "")]) if start[0] < after[0]]
+
+
+def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b: int) -> list[tuple[int, str]]:
+    """Return the starts of runs between the measured M ``a``, which ``left`` serves, and ``b``: of the kernels that are
+    expected to be the fastest, among those that take no longer than ATen's plain op."""
+    found, current = list[tuple[int, str]](), left
+    steps = {_GRID, *(curves.steps.get(name, _GRID) for name in chosen)} - {1}
+    firsts = {m for rows in steps for m in range(rows * (a // rows + 1) + 1, b, rows)}  # of a row of tiles
+    for m in sorted({a + 1, *firsts} - {b}):
+        options = {name: s for name in chosen if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m)}
+        fastest = min(options, key=lambda name: options[name], default=curves.plain or left)
+        if current not in options or options[current] > (1.0 + _EXPECTED_GAIN) * options[fastest]:
+            if fastest != current:
+                found.append((m, fastest))
+            current = fastest
+    return found
+
+
+def _is_safe(curves: Curves, name: str, a: int, b: int, m: int) -> bool:
+    """Return whether a kernel takes no longer than ATen's plain op from ``m`` to ``_GRID`` rows further, between two
+    neighboring measured M.
+
+    It takes as long as at ``a`` with as many rows of tiles, or with as many waves of them: where estimates are equal.
+    """
+    times, rows, last = curves.times[name], max(1, curves.steps.get(name, 1)), min(m + _GRID - 1, b - 1)
+    if a in times and -(-last // rows) <= -(-a // rows):
+        return True
+    least_s = min(curves.plain_at_least(a), curves.plain_at_least(b))
+    if a in times and times[a] + curves.overhead_s <= least_s:
+        estimate_s = curves.estimated_s(name, last)
+        if estimate_s is not None and estimate_s == curves.estimated_s(name, a):
+            return True
+    return _first_not_slower(curves, name, a, b, m, b) <= m
 
 
 def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end: int) -> int:
@@ -362,16 +455,19 @@ def _boundary(curves: Curves, left: str, right: str, a: int, b: int) -> int:
 
 
 def estimate(curves: Curves, name: str, m: int, a: int, b: int) -> float:
-    """Return the estimated seconds of a kernel at ``m`` between two neighboring measured M, ``a`` and ``b``.
+    """Return the estimated seconds of a kernel at ``m`` between two neighboring measured M, ``a`` and ``b``: by the
+    estimates of its backend where there are any (``Curves.expected``).
 
-    With as many rows of tiles as at one of them, it takes as long. Otherwise the times are interpolated by rows of
-    tiles. A kernel that was not timed at ``a`` takes no longer than at ``b``, or than at the next larger M at which it
+    Without, and with as many rows of tiles as at one of them, it takes as long. Otherwise the times are interpolated by
+    rows of tiles. A kernel that was not timed at ``a`` takes no longer than at ``b``, or than at the next larger M at which it
     was timed. For one that was not timed at ``b``, more rows of tiles count as ``_UNKNOWN`` times as long, if that is
     less: a kernel that is fast because its tiles just fill the multiprocessors takes twice as long with one row of
     tiles more.
     """
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     ta, tm, tb = (-(-size // rows) for size in (a, m, b))
+    if (expected_s := curves.expected(name, m)) is not None:
+        return expected_s
     if a not in times:
         return curves.at_most(name, b)
     if tm <= ta or ta == tb:
@@ -379,6 +475,30 @@ def estimate(curves: Curves, name: str, m: int, a: int, b: int) -> float:
     if b not in times:
         return min(_UNKNOWN * times[a], curves.at_most(name, b))
     return times[a] + (times[b] - times[a]) * (tm - ta) / (tb - ta)
+
+
+def expected_losses(
+    curves: Curves, found: Sequence[PlanInterval], names: Callable[[int], Sequence[str]], least: float
+) -> list[tuple[int, str]]:
+    """Return M that were not measured at which a kernel is expected to be faster than the one that serves, and this
+    kernel; at most one M between two measured ones. Those come first at which most is lost, by the share of calls.
+
+    names(m): the kernels to consider at M. least: the share of time below which a loss does not count.
+    """
+    weight, starts = curves.weight(), [interval.first for interval in found]
+    losses: dict[int, tuple[float, int, str]] = {}
+    for a, b in itertools.pairwise(curves.sizes):
+        step = max(_GRID, _GRID * round((b - a) / (_GRID * _PER_GAP)))
+        for m in range(step * (a // step + 1), b, step):
+            serving = found[bisect_right(starts, m) - 1].kernel
+            seconds = curves.expected(serving, m) or curves.at_most(serving, m)
+            options = [(expected_s, name) for name in names(m) if (expected_s := curves.expected(name, m))]
+            best_s, name = min(options, default=(math.inf, ""))
+            loss = min(seconds / best_s - 1.0, 1.0)
+            if loss > least:
+                worth = loss * weight(m - step // 2, m + step // 2)
+                losses[a] = max(losses.get(a, (0.0, 0, "")), (worth, m, name))
+    return [(m, name) for _, m, name in sorted(losses.values(), reverse=True)]
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,10 @@ where to measure next."""
 
 from __future__ import annotations
 
+import functools
 import math
 from bisect import bisect_left
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
@@ -19,6 +20,8 @@ BATCH = 6  # the M of one request to the worker
 _LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
 _MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
 _FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M
+_NEARLY = 1.3  # times the least time: kernels that may be the fastest at M within a factor of _NEARBY
+_NEARBY = 1.5
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
 
@@ -28,7 +31,7 @@ class Measurements:
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
     id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M. noise: by M,
     of the times there. timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the
-    reason.
+    reason. estimated_s: returns the estimate of a kernel's seconds at an M, or None.
     """
 
     def __init__(
@@ -40,8 +43,10 @@ class Measurements:
         surcharges: dict[str, dict[int, float]],
         *,
         waves: bool = False,
+        estimated_s: Callable[[PoolKernel, int], float | None] = lambda kernel, m: None,
     ) -> None:
         self.surcharges, self._waves = surcharges, waves
+        self._estimate = functools.cache(lambda name, m: estimated_s(self.pool[name], m))
         self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s
         self.pool: dict[str, PoolKernel] = {}
         self.times: dict[str, dict[int, float]] = {}
@@ -103,7 +108,7 @@ class Measurements:
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves,
+            self._waves, self._estimate,
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
@@ -166,12 +171,16 @@ class Measurements:
             return self._again(curves, slow)
         if holes := self._holes(curves, set(points.values())):
             return holes
-        unseen = self._unseen_parities(curves, intervals.intervals(curves, points))
-        if unseen:
-            return {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in unseen[:BATCH]}
-        urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
-        sizes = [intervals.next_size(curves, gap, odd=index % 2 == 0) for index, gap in enumerate(urgent[:BATCH])]
-        return {m: self.names_near(curves, m) for m in sizes}
+        found = intervals.intervals(curves, points)
+        unseen = self._unseen_parities(curves, found)
+        promising = unseen[:BATCH] or self._expected_losses(curves, found)[: BATCH // 2]
+        wanted = {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in promising}
+        if not unseen:
+            urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
+            for index, gap in enumerate(urgent[: BATCH - len(wanted)]):
+                m = intervals.next_size(curves, gap, odd=index % 2 == 0)
+                wanted.setdefault(m, self.names_near(curves, m))
+        return wanted
 
     def _suspicious(self, packing: str) -> dict[int, list[str]]:
         """Return the M to measure again because kernels of a layout looked irregular, with these kernels: where they
@@ -224,18 +233,42 @@ class Measurements:
         return {m: list(dict.fromkeys((*self.names_near(curves, m), *wanted[m]))) for m in sorted(wanted)[:BATCH]}
 
     def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
-        """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it."""
+        """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it; or
+        nearby, for kernels with estimates, whose intervals need no measurement inside."""
         sizes = []
         for interval in found:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
                 continue
-            seen = {m % 2 for m in intervals.measured_inside(curves, interval.kernel, interval)}
+            reach = 1.0 if self._estimate(interval.kernel, interval.first) is None else _NEARBY
+            nearby = PlanInterval(math.ceil(interval.first / reach), int(interval.last * reach), interval.kernel)
+            seen = {m % 2 for m in intervals.measured_inside(curves, interval.kernel, nearby)}
             for parity in {0, 1} - seen:
                 middle = round(math.sqrt(interval.first * interval.last))
                 m = middle if middle % 2 == parity else middle + 1 if middle < interval.last else middle - 1
                 if self.timed_often.get((interval.kernel, m), 0) < _RETIMED:
                     sizes.append((m, interval.kernel))
         return sizes
+
+    def _expected_losses(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+        """Return M at which a kernel is expected to be faster than the one that serves, and this kernel."""
+
+        least = least_times(curves.times.values())
+        fast = {
+            name: [m for m in sorted(times) if times[m] <= _NEARLY * least[m]]
+            for name, times in curves.times.items()
+            if name != curves.plain
+        }
+
+        def nearly_fastest(m: int) -> list[str]:
+            """Return the kernels that were nearly the fastest at an M nearby."""
+            return [
+                name
+                for name, sizes in fast.items()
+                if any(_NEARBY * size >= m for size in sizes[: bisect_left(sizes, m)][-1:])
+                or any(size <= _NEARBY * m for size in sizes[bisect_left(sizes, m) :][:1])
+            ]
+
+        return intervals.expected_losses(curves, found, nearly_fastest, _LOSS)
 
     def names_near(self, curves: Curves, m: int) -> list[str]:
         """Return the kernels that may be the fastest at M: those close to the fastest at the next measured M on either

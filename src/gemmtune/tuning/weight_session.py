@@ -64,8 +64,9 @@ class WeightSession:
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if is_host else 0.0
         self._found = Measurements(
-            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions), waves=not is_host
-        )
+            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions),
+            waves=not is_host, estimated_s=self._estimated_s,
+        )  # fmt: skip
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
         self._faulty = set(self._remembered_failures())
@@ -148,6 +149,11 @@ class WeightSession:
                 return False
             self._verified[name] |= dict.fromkeys(sizes, result.verdict.worst)
         return True
+
+    def _estimated_s(self, kernel: PoolKernel, m: int) -> float | None:
+        if kernel.candidate.backend not in backends.names():
+            return None
+        return backends.get(kernel.candidate.backend).estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
 
     def _code_paths(self, kernel: PoolKernel) -> Callable[[int], int] | None:
         if kernel.candidate.backend not in backends.names():  # a plugin's, which the worker has loaded
