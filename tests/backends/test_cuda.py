@@ -79,7 +79,9 @@ def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int)
     assert {2, 3} <= {candidate["stages"] for candidate in candidates}
 
 
-@given(st.integers(1, 8192), st.integers(8, 20000), st.integers(1, 264), st.sampled_from((24, 160, 232, 256)), st.data())
+@given(
+    st.integers(1, 8192), st.integers(8, 20000), st.integers(1, 264), st.sampled_from((24, 160, 232, 256)), st.data()
+)
 def test_fitted_rows_need_no_more_rounds_of_blocks_than_the_most_rows(
     m: int, n: int, multiprocessors: int, bm: int, data: st.DataObject
 ) -> None:

@@ -76,6 +76,102 @@ def simulated_curves(draw: st.DrawFn) -> Curves:
     )  # fmt: skip
 
 
+def waves(tile: int) -> Model:
+    """Return the time of a kernel that computes four tiles of ``tile`` rows at a time."""
+    return lambda m: (4.0 + tile) * -(-m // (4 * tile))
+
+
+def wave_curves(
+    rows: Mapping[str, int], sizes: Sequence[int], *, plain: Model | None = None, scale: float = 1.0
+) -> Curves:
+    """Return the curves of kernels that compute four tiles at a time. Their times are ``scale`` times the estimates."""
+    estimates = {name: waves(tile) for name, tile in rows.items()}
+    times = {name: lambda m, model=model: scale * model(m) for name, model in estimates.items()}
+    models: dict[str, Model] = times | ({} if plain is None else {PLAIN: plain})
+    curves = sample_curves(models, sizes, plain="" if plain is None else PLAIN, steps=rows)
+    return replace(curves, waves=True, estimated_s=lambda name, m: estimates[name](m) if name in estimates else None)
+
+
+# --- times between measured M, by estimates
+
+
+@given(st.integers(1, 1024), st.integers(8, 128), st.floats(0.5, 2.0))
+def test_times_that_are_multiples_of_estimates_are_expected_exactly(m: int, tile: int, scale: float) -> None:
+    curves = wave_curves({"k": tile}, (1, 100, 150, 230, 350, 500, 750, 1024), scale=scale)
+    expected = curves.expected("k", m)
+    if m > 62 or m == 1:
+        assert expected == pytest.approx(scale * waves(tile)(m))
+    else:  # the next larger M at which it was timed is too far away
+        assert expected is None
+
+
+def test_nothing_is_expected_without_an_estimate_and_above_the_measured_m() -> None:
+    curves = wave_curves({"k": 16}, (100, 128), plain=staircase(9.0, 0.0))
+    assert curves.expected("k", 129) is None
+    assert curves.expected(PLAIN, 110) is None
+    assert curves.expected(PLAIN, 100) == 9.0
+
+
+def test_kernel_with_as_many_waves_as_at_a_neighbor_takes_as_long_as_there() -> None:
+    curves = replace(wave_curves({"k": 16}, (100, 140)), times={"k": {100: 20.0, 140: 50.0}})
+    assert curves.expected("k", 128) == 20.0
+    assert curves.expected("k", 129) == 50.0
+
+
+def test_kernel_serves_as_long_as_its_tiles_fill_one_wave() -> None:
+    """Up to M = 192 a wave has all tiles of 48 rows, up to 224 those of 56 rows."""
+    curves = wave_curves({"small": 48, "between": 56}, (190, 260))
+    assert intervals.estimate(curves, "small", 200, 190, 260) == 104.0
+    assert intervals.estimate(curves, "between", 200, 190, 260) == 60.0
+    found = intervals.intervals(curves, {190: "between", 260: "small"})
+    assert serving_at(found, 193) == serving_at(found, 224) == "between"
+    assert serving_at(found, 225) == "small"
+
+
+@given(st.data())
+def test_intervals_by_estimates_ascend_and_serve_nothing_expected_to_be_slower(data: st.DataObject) -> None:
+    rows = {f"k{index}": data.draw(st.sampled_from((16, 24, 40, 64, 72, 128))) for index in range(4)}
+    sizes = sorted({1, 512, *data.draw(st.lists(st.integers(1, 512), min_size=3, max_size=30))})
+    plain = data.draw(st.sampled_from((None, staircase(20.0, 0.5), staircase(60.0, 0.1))))
+    curves = wave_curves(rows, sizes, plain=plain)
+    points = serve(curves)
+    found = intervals.intervals(curves, points)
+    assert_cover(found, 1, 512)
+    for a, b in itertools.pairwise(sorted(points)):
+        assert serving_at(found, a) == points[a]
+        for m in range(a + 1, b if not curves.plain and b <= 1.6 * (a + 1) else a + 1):
+            serving_s = curves.expected(serving_at(found, m), m)
+            options = [s for name in set(points.values()) if (s := curves.expected(name, m)) is not None]
+            assert serving_s is not None
+            assert serving_s <= 1.031 * min(options)
+
+
+def test_plain_op_at_multiples_of_16_bounds_what_serves_beside_it() -> None:
+    """The plain op takes 10 at multiples of 16, and 13 at the M around them."""
+    curves = wave_curves({"k": 64}, (256, 300, 340, 512), plain=lambda m: 10.0 if m % 16 == 0 else 13.0)
+    assert curves.plain_at_least(300) == 10.0
+    assert curves.plain_at_least(256) == 10.0
+    assert replace(curves, waves=False).plain_at_least(300) == 13.0
+    assert curves.plain_at_least(301) == 10.0
+    for seconds in (12.0, 9.0):
+        times = {**curves.times, "k": {256: seconds, 300: seconds, 340: 30.0, 512: 60.0}}
+        waves = replace(curves, times=times, steps={"k": 16}, estimated_s=lambda name, m: 1.0 if m < 330 else 3.0)
+        found = intervals.intervals(waves, {256: PLAIN, 300: "k", 340: "k", 512: PLAIN})
+        assert serving_at(found, 310) == ("k" if seconds < 10.0 else PLAIN)
+        assert serving_at(found, 331) == PLAIN
+
+
+def test_m_are_found_at_which_another_kernel_is_expected_to_be_faster() -> None:
+    curves = wave_curves({"small": 48, "between": 56}, (150, 190, 260))
+    found = (PlanInterval(150, 260, "small"),)
+    (m, name), *others = intervals.expected_losses(curves, found, lambda m: ["small", "between"], 0.01)
+    assert not others
+    assert name == "between"
+    assert 193 <= m <= 224
+    assert not intervals.expected_losses(curves, found, lambda m: ["small"], 0.01)
+    assert not intervals.expected_losses(curves, found, lambda m: ["small", "between"], 0.8)
+
+
 # --- the choice of kernels
 
 

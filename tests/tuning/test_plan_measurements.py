@@ -54,3 +54,21 @@ def test_layout_that_is_nowhere_slower_than_the_plain_op_comes_first() -> None:
     often = {1: 0.5, 16: 0.5, 64: 0.5, 512: 5.0}
     found = measured((PLAIN, plain), (packed("often"), often), (packed("never"), never))
     assert found.layouts() == ["p:never", "p:often", ""]
+
+
+def test_measurements_are_where_a_kernel_is_expected_to_be_faster_and_where_nothing_is_known() -> None:
+    """By the estimates, tiles of 56 rows are the fastest from M = 193 to 224, between two measured M."""
+
+    def seconds(kernel: PoolKernel, m: int) -> float:
+        return 1e-6 * (4.0 + kernel.tile_rows) * -(-m // (4 * kernel.tile_rows))
+
+    small, large = (PoolKernel.of(Candidate.make("toy", "k", bm=rows), 1, None) for rows in (48, 56))
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, waves=True, estimated_s=seconds)
+    sizes = (1, 2, 64, 65, 128, 129, 180, 181, 190, 260, 261, 511, 512)
+    for kernel in (small, large):
+        found.add(kernel)
+        found.record({m: [kernel.id] for m in sizes}, {m: {kernel.id: seconds(kernel, m)} for m in sizes})
+    wanted = found.next_measurements("")
+    assert any(193 <= m <= 224 and large.id in names for m, names in wanted.items())
+    assert any(261 < m < 511 for m in wanted)
+    assert not set(wanted) & set(sizes)

@@ -10,6 +10,7 @@ import msgspec
 import pytest
 
 from gemmtune.backends.base import Artifact
+from gemmtune.backends.cuda import CudaBackend
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import LayoutDecision, Verdict
 from gemmtune.core.errors import StoreError
@@ -17,6 +18,7 @@ from gemmtune.core.events import Event, PlanProgress, silent
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.core.workloads import weight_only_problem
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.forms import choose_forms
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
@@ -27,6 +29,7 @@ from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
 from gemmtune.tuning.worker_pool import BuildKernels
 from gemmtune.workers.contract import WorkerLost
+from helpers.gpus import H200
 from helpers.plans import (
     LARGE,
     PLAIN,
@@ -386,6 +389,37 @@ def test_surcharges_that_fall_with_m_make_no_kernel_irregular(clock: FakeTime, s
     session._found.surcharges = {"packed": {1: 2.0, 64: 1.0}}
     session._time({m: [packed.id] for m in (1, 2, 64)}, 1.0)
     assert session._found._suspicious("p:x") == {}
+
+
+def test_kernels_with_copies_of_their_code_are_verified_in_each(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that is wrong in one of 24 copies does not serve."""
+
+    def path(m: int) -> int:
+        return m % 192 // 8
+
+    monkeypatch.setattr(PlanSession, "_code_paths", lambda self, kernel: path if "copies" in kernel.id else None)
+    for wrong in (None, 5, 23):
+        copies = simulated("copies", fastest, wrong_at=lambda m, wrong=wrong: path(m) == wrong)
+        plan, worker = make_plan(clock, [copies, *SOUND], store)
+        assert (copies.id in serving_kernels(plan)) == (wrong is None)
+        if wrong is None:
+            assert {path(m) for m in worker.verified[copies.id]} == set(range(24))
+
+
+def test_copies_are_those_of_the_backend_that_has_the_kernel(clock: FakeTime, store: MemoryStore) -> None:
+    problem = weight_only_problem(500, 4096, 4096)
+    session = PlanSession(problem, H200, store, FakeWorker(clock, SOUND), [], RANGE, silent, 0, counts={})  # type: ignore[arg-type]
+    fitted = CudaBackend().plan_candidates(problem, H200)[0]
+    path = session._code_paths(PoolKernel.of(fitted, 500, None))
+    assert path is not None
+    assert len({path(m) for m in range(1, 512)}) > 3
+    assert session._code_paths(PoolKernel.of(SMALL.candidate, 1, None)) is None
+    assert session._estimated_s(PoolKernel.of(fitted, 500, None), 300) == CudaBackend().estimated_s(
+        problem.with_m(300), fitted, H200
+    )
+    assert session._estimated_s(PoolKernel.of(SMALL.candidate, 1, None), 300) is None
 
 
 # --- time

@@ -33,8 +33,8 @@ _UNKNOWN = 10.0
 _REACH = 1.6  # estimates are compared with times at M within this factor
 _EXPECTED_GAIN = 0.03  # that a change of kernels between two measured M must have: estimates are no better
 _GRID = 16  # rows from one M to the next at which estimates choose between two measured M
-# cuBLAS is faster at multiples of it than at the M around them: fp8 4608x4096x4096 was served at 1.04 of its time (H100)
-# between two other M at which it took longer.
+# cuBLAS is faster at multiples of it than at the M around them: fp8 4608x4096x4096 was served at 1.04 of its time
+# (H100), between two other M at which it took longer.
 _ALIGNED = 16
 _PER_GAP = 8  # M between two measured ones at which a loss is estimated
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
@@ -459,10 +459,10 @@ def estimate(curves: Curves, name: str, m: int, a: int, b: int) -> float:
     estimates of its backend where there are any (``Curves.expected``).
 
     Without, and with as many rows of tiles as at one of them, it takes as long. Otherwise the times are interpolated by
-    rows of tiles. A kernel that was not timed at ``a`` takes no longer than at ``b``, or than at the next larger M at which it
-    was timed. For one that was not timed at ``b``, more rows of tiles count as ``_UNKNOWN`` times as long, if that is
-    less: a kernel that is fast because its tiles just fill the multiprocessors takes twice as long with one row of
-    tiles more.
+    rows of tiles. A kernel that was not timed at ``a`` takes no longer than at ``b``, or than at the next larger M at
+    which it was timed. For one that was not timed at ``b``, more rows of tiles count as ``_UNKNOWN`` times as long, if
+    that is less: a kernel that is fast because its tiles just fill the multiprocessors takes twice as long with one row
+    of tiles more.
     """
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     ta, tm, tb = (-(-size // rows) for size in (a, m, b))

@@ -331,8 +331,10 @@ def _listed(problem: Problem, target: Target, templates: Collection[_Template]) 
 
 @functools.lru_cache(maxsize=512)
 def _first_candidates(backend: Backend, problem: Problem, target: Target) -> tuple[tuple[Candidate, _Template], ...]:
-    """Return the first ``_LISTED`` candidates of each template and layout, and as many of those for plans. Cached, since
-    they are listed for the same Problems before the last Decision and after it."""
+    """Return the first ``_LISTED`` candidates of each template and layout, and as many of those for plans.
+
+    Cached, since they are listed for the same Problems before the last Decision and after it.
+    """
     found: list[tuple[Candidate, _Template]] = []
     for listed in (backend.candidates(problem, target), backend.plan_candidates(problem, target)):
         count: dict[_Template, int] = {}

@@ -47,8 +47,8 @@ BUILDS_S = 3.0  # seconds of builds that do not count where a budget has a ``def
 UNCERTAIN_BASELINE = 1.15
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.
 SLOW_TEST_CALLS = 80
-# Of a budget that is not the user's. With 0.05 and 0.25, the first Decision of a weight, which waits for builds, stayed a
-# tie ("the budget allowed 2 pairs") although a kernel took 0.74 of ATen's time (int8 weights, M = 2048, H100).
+# Of a budget that is not the user's. With 0.05 and 0.25, the first Decision of a weight, which waits for builds, stayed
+# a tie ("the budget allowed 2 pairs") although a kernel took 0.74 of ATen's time (int8 weights, M = 2048, H100).
 _LEAST_RACE = 0.5
 CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each test case, and one at each other M
 

@@ -30,8 +30,8 @@ def sizes_to_verify(
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
     consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. A kernel that has copies of its
     code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
-    ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are preferred.
-    The other M, without those for copies, have ``MAX_ROWS`` together.
+    ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are
+    preferred. The other M, without those for copies, have ``MAX_ROWS`` together.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
@@ -57,9 +57,7 @@ def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:
     return range(start, min(start + RUN, last + 1))
 
 
-def _one_of_each(
-    spans: Sequence[tuple[int, int]], path: Callable[[int], int] | None, rng: random.Random
-) -> list[int]:
+def _one_of_each(spans: Sequence[tuple[int, int]], path: Callable[[int], int] | None, rng: random.Random) -> list[int]:
     """Return an M for each path through a kernel's code, chosen among the smallest."""
     if path is None:
         return []

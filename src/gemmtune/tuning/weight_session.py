@@ -153,7 +153,9 @@ class WeightSession:
     def _estimated_s(self, kernel: PoolKernel, m: int) -> float | None:
         if kernel.candidate.backend not in backends.names():
             return None
-        return backends.get(kernel.candidate.backend).estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
+        return backends.get(kernel.candidate.backend).estimated_s(
+            self._problem.with_m(m), kernel.candidate, self._target
+        )
 
     def _code_paths(self, kernel: PoolKernel) -> Callable[[int], int] | None:
         if kernel.candidate.backend not in backends.names():  # a plugin's, which the worker has loaded

@@ -254,8 +254,7 @@ def _ones(problem: Problem) -> str:
 def _mixed_products(problem: Problem, config: dict[str, Any]) -> str:
     """Return the wgmma for each number of rows that a tile may have: a thread has half as many sums."""
     choices = [
-        f"if constexpr (N == {rows // 2}) {{ {_mixed_product(problem, rows)} }}"
-        for rows in rows_of_tiles(config)
+        f"if constexpr (N == {rows // 2}) {{ {_mixed_product(problem, rows)} }}" for rows in rows_of_tiles(config)
     ]
     return " else ".join(choices)
 

@@ -444,10 +444,7 @@ def _fitted_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str
     for bn, split in itertools.product((64, 128, 192, 256), (1, 2, 3, 4)):
         listed = set[int]()
         for stages in (4, 3, 2):
-            configs = (
-                {"bm": bm, "bn": bn, "split": split, "stages": stages, "fitted": 1}
-                for bm in reversed(_WIDTHS)
-            )
+            configs = ({"bm": bm, "bn": bn, "split": split, "stages": stages, "fitted": 1} for bm in reversed(_WIDTHS))
             alone = (
                 config
                 for config in configs
