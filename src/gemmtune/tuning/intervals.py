@@ -373,7 +373,7 @@ def _starts_between(
         return [(b, right)]
     if right == curves.plain:
         return [(a + 1, right)]
-    if curves.expected(left, a + 1) and curves.expected(right, a + 1):
+    if curves.expected(left, a + 1) is not None and curves.expected(right, a + 1) is not None:
         return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     boundary = b if left == right else _boundary(curves, left, right, a, b)
     rows = max(1, curves.steps.get(left, 1))
@@ -407,15 +407,13 @@ def _is_safe(curves: Curves, name: str, a: int, b: int, m: int) -> bool:
     """Return whether a kernel takes no longer than ATen's plain op from ``m`` to ``_GRID`` rows further, between two
     neighboring measured M.
 
-    It takes as long as at ``a`` with as many rows of tiles, or with as many waves of them: where estimates are equal.
+    One that is faster at ``a`` takes as long as there where its estimates are equal: with as many waves of tiles.
     """
     times, rows, last = curves.times[name], max(1, curves.steps.get(name, 1)), min(m + _GRID - 1, b - 1)
-    if a in times and -(-last // rows) <= -(-a // rows):
-        return True
-    least_s = min(curves.plain_at_least(a), curves.plain_at_least(b))
-    if a in times and times[a] + curves.overhead_s <= least_s:
-        estimate_s = curves.estimated_s(name, last)
-        if estimate_s is not None and estimate_s == curves.estimated_s(name, a):
+    if a in times and curves.usable(name, a) < math.inf:
+        is_same = curves.estimated_s(name, last) == curves.estimated_s(name, a)
+        least_s = min(curves.plain_at_least(a), curves.plain_at_least(b))
+        if is_same and (-(-last // rows) <= -(-a // rows) or times[a] + curves.overhead_s <= least_s):
             return True
     return _first_not_slower(curves, name, a, b, m, b) <= m
 

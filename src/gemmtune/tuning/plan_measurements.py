@@ -20,8 +20,8 @@ BATCH = 6  # the M of one request to the worker
 _LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
 _MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
 _FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M
-_NEARLY = 1.3  # times the least time: kernels that may be the fastest at M within a factor of _NEARBY
-_NEARBY = 1.5
+# A kernel that took up to this multiple of the least time at an M may be the fastest at M within this factor.
+_NEARLY, _NEARBY = 1.3, 1.5
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
 
@@ -251,7 +251,6 @@ class Measurements:
 
     def _expected_losses(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return M at which a kernel is expected to be faster than the one that serves, and this kernel."""
-
         least = least_times(curves.times.values())
         fast = {
             name: [m for m in sorted(times) if times[m] <= _NEARLY * least[m]]

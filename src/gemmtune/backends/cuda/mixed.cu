@@ -14,8 +14,8 @@
 // the host divides M among the multiprocessors. wgmma's width is part of the instruction, so that the loop over K is compiled
 // once for each number of rows.
 //
-// source.py defines before this text: BM, BN, STAGES, SPLIT, FITTED, LEAST, ROWS_STEP (the candidate); KIND, GROUP (elements of K that share a scale; 0:
-// all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
+// source.py defines before this text: BM, BN, STAGES, SPLIT, FITTED, LEAST, ROWS_STEP (the candidate); KIND, GROUP (elements of
+// K that share a scale; 0: all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
 // fetch release theirs; 0: equal shares), PRODUCTS (the wgmma instructions), ACROSS (row stride of the sums in shared
 // memory), KEPT, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
 // of its vectors.
