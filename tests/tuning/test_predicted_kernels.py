@@ -19,6 +19,7 @@ from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
 from gemmtune.tuning.predicted_kernels import (
     expected_kernels,
     kernels_of_libraries,
+    kernels_of_other_templates,
     kernels_with_other_clusters,
     predict_kernels,
 )
@@ -166,12 +167,33 @@ def test_expected_kernels_for_many_rows_do_not_overlap() -> None:
 
 def test_failed_and_faulty_candidates_are_not_expected() -> None:
     expected = expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
-    assert [kernel.id for kernel in expected] == [kernel.id for kernel in predicted(DECISIONS)]
-    first, second = expected[0], expected[1]
+    others = kernels_of_other_templates(PROBLEM, H200, DECISIONS, kernel_pool(DECISIONS), SIZES, ())
+    first, second = predicted(DECISIONS)[:2]
+    assert [kernel.id for kernel in expected] == [kernel.id for kernel in (*others, *predicted(DECISIONS))]
     decisions = [*DECISIONS[:3], with_failure(DECISIONS[3], first.candidate)]
     ids = {kernel.id for kernel in expected_kernels(PROBLEM, H200, decisions, SIZES, {}, [second.id])}
     assert ids
     assert not {first.id, second.id} & ids
+
+
+def test_templates_that_no_decision_found_fast_are_expected_at_the_last_m() -> None:
+    """The decision for M = 2048 has another template of Triton's, and none has its conversion."""
+    tiled = decision(2048, fastest(2048, "tiled"))
+    decisions = [*DECISIONS[:3], tiled]
+
+    def others(decisions: Sequence[Decision], last: int = 8192, without: Sequence[str] = ()) -> list[PoolKernel]:
+        sizes = SizeRange(1, last, TUNED)
+        return kernels_of_other_templates(PROBLEM, H200, decisions, kernel_pool(decisions), sizes, without)
+
+    found = {kernel.candidate.template: kernel for kernel in others(decisions)}
+    assert not {"skinny", "mixed", "tiled"} & set(found)  # the decisions have these
+    converted = found["converted"]
+    assert converted.candidate == fastest(8192, "converted")
+    assert converted.predicted_for == {4096, 8192}
+    assert converted.id in {kernel.id for kernel in expected_kernels(PROBLEM, H200, decisions, SIZES, {})}
+    assert converted.id not in {kernel.id for kernel in others(decisions, without=[converted.id])}
+    assert not others(decisions, last=4096)
+    assert not others(DECISIONS[:3])  # Triton's candidates were not asked for
 
 
 def test_recorded_calls_weigh_more() -> None:

@@ -70,8 +70,8 @@ def expected_kernels(
 ) -> list[PoolKernel]:
     """Return the kernels that are expected to be fast where those of the Decisions are not: by estimates up to the
     device's ``TuningProfile.max_predicted`` with their variants, those that libraries list for other M, and clusters
-    for many rows. With a limit of 0, those that are listed first for the last M. Candidates that failed in a Decision
-    or are ``faulty`` are not among them."""
+    and other templates for many rows. With a limit of 0, those that are listed first for the last M. Candidates that
+    failed in a Decision or are ``faulty`` are not among them."""
     limit = devices.get(target.device).profile.max_predicted
     without = failed_candidates(decisions) | set(faulty)
     loaded = backends.names()  # a store may have Decisions of a plugin that is not loaded
@@ -81,6 +81,7 @@ def expected_kernels(
     expected = [
         *kernels_of_libraries(problem, target, pool, sizes, without),
         *kernels_with_other_clusters(problem, target, pool, sizes, without),
+        *kernels_of_other_templates(problem, target, decisions, pool, sizes, without),
         *predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit),
     ]
     for kernel in expected:
@@ -155,6 +156,39 @@ def kernels_with_other_clusters(
                 found.append(PoolKernel.of(other, middle, kernel.packing))
                 found[-1].predicted_for = {middle, sizes.last}
     return found
+
+
+def kernels_of_other_templates(
+    problem: Problem,
+    target: Target,
+    decisions: Sequence[Decision],
+    pool: Sequence[PoolKernel],
+    sizes: SizeRange,
+    without: Collection[str],
+) -> list[PoolKernel]:
+    """Return the candidate that is listed first for the last M, of each template with estimates that has no kernel in
+    ``pool``, in the pool's layouts; none if the last M is not far above the largest tuned one. decisions: name the
+    backends. without: ids of candidates that are not returned.
+
+    Triton's conversion of int8 weights is the fastest for many rows, and was missing where the Decision for M = 2048
+    had no time to try it: plans took 1.14 to 1.17 of its time above M = 4096 (4096x4096, H100).
+    """
+    largest = max(sizes.tuned, default=sizes.last)
+    if sizes.last < _APART * largest:
+        return []
+    at_last, packings = problem.with_m(sizes.last), {kernel.packing for kernel in pool}
+    known = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool}
+    tried = {str(row.candidate.get("backend")) for decision in decisions for row in decision.evidence}
+    found: dict[_Template, PoolKernel] = {}
+    for name in sorted(tried & set(backends.names())):
+        backend = backends.get(name)
+        for candidate, template in _first_candidates(backend, at_last, target):
+            is_wanted = template not in known and template.packing in packings and candidate.id not in without
+            if is_wanted and backend.estimated_s(at_last, candidate, target):
+                found.setdefault(template, PoolKernel.of(candidate, sizes.last, template.packing))
+    for kernel in found.values():
+        kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
+    return list(found.values())
 
 
 def _listed_sizes(a: int, b: int, b_is_tuned: bool) -> dict[int, tuple[int, int]]:
