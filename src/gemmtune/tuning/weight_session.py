@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from .. import backends
+from ..backends.base import Backend
 from ..core import devices
 from ..core.decision import Decision, Verdict
 from ..core.errors import StoreError
@@ -30,6 +31,12 @@ log = logging.getLogger("gemmtune")
 
 BOUND = 0.05  # the largest regret at a measured M
 VERIFIED_M = 16  # the M of the Problem that is opened: verification at other M reuses its rows and results
+
+
+def _loaded_backend(kernel: PoolKernel) -> Backend | None:
+    """Return the backend of a kernel; None for a plugin that this process has not loaded."""
+    name = kernel.candidate.backend
+    return backends.get(name) if name in backends.names() else None
 
 
 class WeightSession:
@@ -151,17 +158,15 @@ class WeightSession:
         return True
 
     def _estimated_s(self, kernel: PoolKernel, m: int) -> float | None:
-        if kernel.candidate.backend not in backends.names():
-            return None
-        return backends.get(kernel.candidate.backend).estimated_s(
-            self._problem.with_m(m), kernel.candidate, self._target
-        )
+        """Return ``Backend.estimated_s`` of a kernel at M; None for a plugin's kernel that only the worker has
+        loaded."""
+        backend = _loaded_backend(kernel)
+        return None if backend is None else backend.estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
 
     def _code_paths(self, kernel: PoolKernel) -> Callable[[int], int] | None:
-        if kernel.candidate.backend not in backends.names():  # a plugin's, which the worker has loaded
-            return None
-        backend = backends.get(kernel.candidate.backend)
-        return backend.code_paths(self._problem, kernel.candidate, self._target)
+        """Return ``Backend.code_paths`` of a kernel; None for a plugin's kernel that only the worker has loaded."""
+        backend = _loaded_backend(kernel)
+        return None if backend is None else backend.code_paths(self._problem, kernel.candidate, self._target)
 
     # --- the result
 

@@ -29,13 +29,16 @@ class Mixed(TmaKernel):
     """The template ``mixed``: a cluster of blocks for each tile. int4 weights have the layout of ``skinny``."""
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
-        self._split = int(config["split"])
+        self._split, self._config = int(config["split"]), config
+        # Where tiles are fitted to M, the fewest rows that one may have.
         return rows_of_tiles(config).start, int(config["bn"]), INT4_BLOCKS[0]
 
     def _rows(self, m: int, device: int) -> int:
         """Return the rows of each tile."""
+        if not self._config["fitted"]:
+            return self._bm
         multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        return fitted_rows(m, self.problem.n, multiprocessors, dict(self.candidate.config))
+        return fitted_rows(m, self.problem.n, multiprocessors, self._config)
 
     def _box_rows(self, m: int, device: int) -> int:
         return min(m, self._rows(m, device))

@@ -84,7 +84,7 @@ mixed(PARAMETERS) {
     const int first_stored = tile.row * rows, m0 = first_row_read(first_stored, M, rows), n0 = tile.column * BN;
     const int steps = (K + STAGE_K - 1) / STAGE_K;
     const int arriving = stage_bytes(min(rows, M));  // bytes of a stage, as in slab.cu
-    const int box = box_bytes(rows), apart = stage_bytes(rows), stage_count = ALL_BYTES / apart;
+    const int box = box_bytes(rows), size = stage_bytes(rows), stage_count = ALL_BYTES / size;  // of a stage
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
     int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
@@ -96,13 +96,13 @@ mixed(PARAMETERS) {
         if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
                 expect_bytes_once(full + 8 * slot, arriving);
-                tma_load_once(stages + slot * apart + 2 * box, &b_desc, step * B_ROW, n0, full + 8 * slot);
+                tma_load_once(stages + slot * size + 2 * box, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
             const int early_end = following & B_EARLY ? min(first + (stage_count + 1) / 2, last) : first;
             for (int step = first; step < early_end; ++step) fetch_b(step, step - first);
             pdl_wait();
             for (int step = first; step < last; ++step, next()) {
-                const u32 stage = stages + at * apart, done = full + 8 * at;
+                const u32 stage = stages + at * size, done = full + 8 * at;
                 if (step >= early_end) {
                     wait_barrier(empty + 8 * at, turn ^ 1);
                     fetch_b(step, at);
