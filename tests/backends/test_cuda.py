@@ -11,15 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmtune.backends.cuda import CudaBackend, compiler
-from gemmtune.backends.cuda.block import (
-    fitted_rows,
-    mixed_raised_registers,
-    rows_of_tiles,
-    slab_raised_registers,
-)
+from gemmtune.backends.cuda import CudaBackend, compiler, space
+from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
+from gemmtune.backends.cuda.fitted import fitted_size, tile_sizes
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import decode_kernels
+from gemmtune.backends.gpu.rules import device_limits
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError, UnsupportedError
@@ -79,28 +76,42 @@ def test_mixed_has_candidates_for_weight_only_problems(problem: Problem, m: int)
     assert {2, 3} <= {candidate["stages"] for candidate in candidates}
 
 
-@given(
-    st.integers(1, 8192), st.integers(8, 20000), st.integers(1, 264), st.sampled_from((24, 160, 232, 256)), st.data()
-)
-def test_fitted_rows_need_no_more_rounds_of_blocks_than_the_most_rows(
-    m: int, n: int, multiprocessors: int, bm: int, data: st.DataObject
+@given(st.sampled_from(("mixed", "slab")), st.integers(1, 8192), st.integers(8, 20000), st.integers(1, 264), st.data())
+def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
+    template: str, m: int, n: int, multiprocessors: int, data: st.DataObject
 ) -> None:
-    split = data.draw(st.integers(1, multiprocessors))
-    config = {"bm": bm, "bn": data.draw(st.sampled_from((64, 128))), "split": split, "fitted": 1}
-    rows = fitted_rows(m, n, multiprocessors, config)
-    assert rows in rows_of_tiles(config)
-    assert rows_of_tiles(config).start <= bm // 3 + 16
+    blocks = data.draw(st.integers(1, multiprocessors))
+    largest, other = data.draw(st.sampled_from((24, 160, 232, 256))), data.draw(st.sampled_from((64, 128)))
+    bm, bn = (largest, other) if template == "mixed" else (other, largest)
+    config = {
+        "bm": bm,
+        "bn": bn,
+        "fitted": 1,
+        **({"split": blocks} if template == "mixed" else {"split": 1, "cluster": blocks}),
+    }
+    size, sizes = fitted_size(template, m, n, multiprocessors, config), tile_sizes(template, config)
+    assert size in sizes
+    assert (sizes[0] <= largest // 3 + 16, sizes[-1]) == (True, largest)
 
-    def rounds(rows: int) -> int:
-        return math.ceil(math.ceil(m / rows) * math.ceil(n / config["bn"]) / (multiprocessors // split))
+    def rounds(size: int) -> int:
+        rows, columns = (size, bn) if template == "mixed" else (bm, size * blocks)
+        return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / (multiprocessors // blocks))
 
-    assert rounds(rows) == rounds(bm)
-    assert all(rounds(fewer) > rounds(bm) for fewer in rows_of_tiles(config) if fewer <= rows - 16)
+    assert rounds(size) == rounds(largest)
+    assert all(rounds(smaller) > rounds(largest) for smaller in sizes if smaller < size)
 
 
-@pytest.mark.parametrize("m", [17, 64, 100, 500, 3000])
-def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(m: int) -> None:
-    problem, backend = weight_only_problem(m, 4096, 4096), CudaBackend()
+FITTED_PROBLEMS = {
+    "bf16": build(1, 4096, 4096, "bf16"), "fp8": fp8_problem(1, 4096, 4096), "int8": int_problem(1, 4096, 4096),
+    "int8 weights": weight_only_problem(1, 4096, 4096),
+    "int4 weights": weight_only_problem(1, 4096, 4096, bits=4, group=128),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("m", [17, 65, 100, 500, 3000])
+@pytest.mark.parametrize("name", FITTED_PROBLEMS)
+def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(name: str, m: int) -> None:
+    problem, backend = FITTED_PROBLEMS[name].with_m(m), CudaBackend()
     candidates = backend.plan_candidates(problem, H200)
     assert bool(candidates) == (m > 17)
     listed = set(legal_candidates(problem))
@@ -111,9 +122,20 @@ def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(m: int) -> None
         assert not backend.why_illegal(problem, candidate, H200)
         path = backend.code_paths(problem, candidate, H200)
         assert path is not None
-        assert path(m) in rows_of_tiles(dict(candidate.config))
+        assert path(m) in tile_sizes(candidate.template, dict(candidate.config))
     assert backend.code_paths(problem, next(iter(listed)), H200) is None
-    assert not backend.plan_candidates(build(m, 4096, 4096, "bf16"), H200)
+
+
+@pytest.mark.parametrize("name", FITTED_PROBLEMS)
+def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> None:
+    problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)
+    for candidate in backend.plan_candidates(problem, H200):
+        axis = "bm" if candidate.template == "mixed" else "bn"
+        copies = space.copies(problem, candidate.template, candidate.config, device)
+        assert [copy[axis] for copy in copies] == list(tile_sizes(candidate.template, dict(candidate.config)))
+        assert {**copies[-1], "fitted": 1} == dict(candidate.config)
+        why_illegal = space._why_mixed_illegal if candidate.template == "mixed" else space._why_slab_illegal
+        assert not [reason for copy in copies if (reason := why_illegal(problem, device, copy))]
 
 
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)

@@ -19,7 +19,7 @@ import torch
 from gemmtune.backends.base import CAPTURE_FACTS
 from gemmtune.backends.cuda import CudaBackend, space
 from gemmtune.backends.cuda import source as cuda_source
-from gemmtune.backends.cuda.block import fitted_rows
+from gemmtune.backends.cuda.fitted import fitted_size
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
@@ -40,7 +40,7 @@ CXX = next(filter(None, map(shutil.which, ("c++", "g++", "clang++"))), None)
 needs_cxx = pytest.mark.skipif(CXX is None, reason="there is no C++ compiler")
 FRAME = Path(__file__).parents[2] / "native" / "frame"  # other tests check its conversions
 SLAB_CONFIG = {"bm": 64, "bn": 32, "chunks": 1, "cluster": 1, "split": 1, "pieces": 1, "turns": 1, "stages": 3}
-MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "fitted": 0, "stages": 2}
+MIXED_CONFIG = {"bm": 16, "bn": 64, "split": 1, "stages": 2}
 
 
 class Emulator:
@@ -65,31 +65,39 @@ class Emulator:
         return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
+        configs = space.copies(problem, candidate.template, candidate.config, space.device_limits(H200))
+        built = [self._build(problem, candidate.template, config) for config in configs]
+        libraries = {str(path).encode(): ctypes.CDLL(str(path)) for path, _ in built}
+
+        def run(grid: tuple[int, int], values: list[int]) -> None:
+            addresses = self.driver.argument_addresses
+            library = libraries[self.driver.cubin]
+            assert library.emulate(*grid, (ctypes.c_void_p * len(addresses))(*addresses)) == 0, "too early"
+
+        (warps,) = {header.warps for _, header in built}
+        self.driver.run, self.driver.threads = run, 32 * warps
+        self.driver.arguments[candidate.template] = len(built[0][1].arguments)
+        parts = [(header, str(path).encode()) for path, header in built]
+        return CudaBackend.templates[candidate.template](problem, candidate, parts)
+
+    def _build(self, problem: Problem, template: str, config: dict[str, int]) -> tuple[Path, Header]:
+        """Return the library of a kernel and what launching it takes."""
         header = Path(__file__).with_name("emulated.h").read_text(encoding="utf-8")
-        source = generate(problem, candidate.template, dict(candidate.config), header)
+        source = generate(problem, template, config, header)
         emulated_source = source.text + 'extern "C" int emulate(int x, int y, void** slots) {\n'
         emulated_source += "    static void** given;\n    given = slots;\n"
         emulated_source += "    early_given = *static_cast<int*>(slots[COUNT - 1]) & B_EARLY;\n"
         emulated_source += (
-            f"    run_all([] {{ call({candidate.template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
+            f"    run_all([] {{ call({template}, given, std::make_index_sequence<COUNT>()); }}, x, y);\n"
             "    return too_early;\n}\n"
         )
-        path = self._folder / hashlib.sha256(emulated_source.encode()).hexdigest()[:16]
+        path = self._folder / f"{hashlib.sha256(emulated_source.encode()).hexdigest()[:16]}.so"
         path.with_suffix(".cpp").write_text(emulated_source)
         options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(source.arguments)}", f"-I{FRAME}"]
-        subprocess.run([str(CXX), *options, "-o", f"{path}.so", f"{path}.cpp"], check=True)
-        library = ctypes.CDLL(f"{path}.so")
-
-        def run(grid: tuple[int, int], values: list[int]) -> None:
-            addresses = self.driver.argument_addresses
-            assert library.emulate(*grid, (ctypes.c_void_p * len(addresses))(*addresses)) == 0, "too early"
-
-        self.driver.run, self.driver.threads, self.driver.shared = run, 32 * source.warps, 0
-        self.driver.arguments[candidate.template] = len(source.arguments)
-        header_ = Header(
-            candidate.template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True
+        subprocess.run([str(CXX), *options, "-o", str(path), str(path.with_suffix(".cpp"))], check=True)
+        return path, Header(
+            template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True
         )
-        return CudaBackend.templates[candidate.template](problem, candidate, [(header_, b"")])
 
 
 @pytest.fixture
@@ -266,11 +274,6 @@ MIXED: dict[str, tuple[Problem, dict[str, int]]] = {
     ),
     "int8, registers that change hands": (weight_only_problem(70, 130, 528), {"bm": 256, "bn": 128, "split": 2}),
     "int4, a scale a channel": (weight_only_problem(10, 70, 768, bits=4), {"split": 2}),
-    "int8, fitted rows": (weight_only_problem(75, 70, 400), {"bm": 72, "fitted": 1}),
-    "int8, fitted rows, a cluster, an epilogue": (
-        replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 80, "split": 2, "fitted": 1},
-    ),
-    "int4, fitted rows, groups": (weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72, "fitted": 1}),
 }  # fmt: skip
 
 
@@ -355,15 +358,39 @@ def test_kernels_serve_more_rows_than_their_m(emulator: Emulator) -> None:
         assert verdict.ok, verdict.detail
 
 
+# By name: a template, a Problem, a config, and the sizes of tiles by M on the fake driver's six multiprocessors.
+FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, int]]] = {
+    "int8 weights": (
+        "mixed", weight_only_problem(130, 37, 528), {"bm": 72}, {1: 32, 193: 48, 289: 64, 385: 72},
+    ),
+    "int8 weights, a cluster, an epilogue": (
+        "mixed", replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 72, "split": 2}, {40: 48, 70: 72},
+    ),
+    "int4 weights, groups": (
+        "mixed", weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72}, {9: 32, 100: 48, 200: 72},
+    ),
+    "bf16": ("slab", build(70, 304, 200, "bf16"), {"bn": 128}, {3: 64, 70: 112, 150: 80}),
+    "bf16, a cluster, an epilogue": (
+        "slab", replace(build(70, 304, 200, "bf16"), epilogue=STEPS), {"bn": 128, "cluster": 2}, {70: 64, 150: 80},
+    ),
+    "fp8, pieces": (
+        "slab", fp8_problem(70, 304, 272), {"bn": 128, "pieces": 2, "turns": 2, "chunks": 2}, {70: 112, 150: 80},
+    ),
+    "bf16, a gate": (
+        "slab", replace(build(70, 208, 136, "bf16"), epilogue=(Step("swiglu"),)), {"bn": 128},
+        {30: 48, 70: 80, 150: 112},
+    ),
+}  # fmt: skip
+
+
 @needs_cxx
-@pytest.mark.parametrize("split", [1, 2])
-def test_fitted_kernels_match_the_oracle_with_every_number_of_rows(emulator: Emulator, split: int) -> None:
-    """The six multiprocessors of the fake driver have six tiles of 37 columns, or three clusters, at a time."""
-    config = {**MIXED_CONFIG, "bm": 72, "fitted": 1, "split": split}
-    kernel = emulator.mixed(weight_only_problem(130, 37, 528), **config)
-    rows_at = {m: fitted_rows(m, 37, 6, config) for m in (1, 30, 140, 240, 290, 430)}
-    assert set(rows_at.values()) >= {24, 40, 56, 72}
-    for m in rows_at:
+@pytest.mark.parametrize("name", FITTED)
+def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, name: str) -> None:
+    template, problem, config, size_at = FITTED[name]
+    config = {**(MIXED_CONFIG if template == "mixed" else SLAB_CONFIG), **config, "fitted": 1}
+    kernel = emulator.load(problem, Candidate.make("cuda", template, **config))
+    assert {m: fitted_size(template, m, problem.n, 6, config) for m in size_at} == size_at
+    for m in size_at:
         problem = kernel.problem.with_m(m)
 
         def run(inputs: Inputs, out: torch.Tensor) -> None:

@@ -153,11 +153,18 @@ def test_mixed_kernels_are_correct_and_repeatable_at_every_m(name: str, split: i
     check_any_m(problem, load_kernel(problem, first_candidate(problem, "mixed", "cuda", split=split)))
 
 
-@pytest.mark.parametrize("name", ["mixed int8", "mixed int8 groups", "mixed int4", "mixed int4 fp16"])
-def test_kernels_whose_rows_are_fitted_are_correct_and_repeatable_at_every_m(name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "axes"),
+    [
+        *((f"mixed {name}", ("bn", "split")) for name in ("int8", "int8 groups", "int4", "int4 fp16")),
+        *((f"slab {name}", ("bm", "cluster")) for name in ("bf16", "fp16", "int8", "int8 requantised", "gate")),
+        *((f"slab {name}", ("bm", "pieces")) for name in ("fp8", "gate fp8")),
+    ],
+)
+def test_kernels_whose_tiles_are_fitted_are_correct_and_repeatable_at_every_m(name: str, axes: tuple[str, ...]) -> None:
     problem = PROBLEMS[name].with_m(300)
     backend, target = CudaBackend(), current_cuda({})
-    candidates = {(c["bn"], c["split"]): c for c in backend.plan_candidates(problem, target)}
+    candidates = {tuple(c[axis] for axis in axes): c for c in backend.plan_candidates(problem, target)}
     assert len(candidates) >= 4
     for candidate in candidates.values():
         kernel, path = load_kernel(problem, candidate), backend.code_paths(problem, candidate, target)

@@ -21,12 +21,14 @@ class FakeDriver:
     """Fake CUDA driver.
 
     launches: the kernel's name, the grid and the 8-byte values of the arguments of each launch.
-    names: the kernels' names; a kernel's handle is its position, counted from 1.
+    names: the kernels' names; a kernel's handle is its position, counted from 1. cubins: what each was loaded from.
+    cubin: what the last launch's kernel was loaded from.
     arguments: the number of arguments of each kernel by name.
     statuses: error codes that the next launches return instead of running.
     argument_arrays: the address of each launch's array of pointers to arguments.
     argument_addresses: the addresses of the last launch's arguments.
-    threads, shared, static_shared: threads of a thread block, and its dynamic and static shared memory in bytes.
+    threads, static_shared: threads of a thread block, and its static shared memory in bytes.
+    shared: the bytes of dynamic shared memory that each kernel asked for, by handle.
     carveouts: the percentage of a multiprocessor's memory that each kernel wants to be shared memory.
     pdl_flags: for each launch, 1 if it uses PDL (it may begin before the previous kernel has ended), else 0.
     capture: id of the stream's capture, or 0. nodes: the captured nodes. version: the driver's version.
@@ -43,7 +45,10 @@ class FakeDriver:
         self.arguments: dict[str, int] = {}
         self.statuses: list[int] = []
         self.argument_arrays: list[int] = []
-        self.threads, self.shared, self.static_shared = 128, 0, 0
+        self.threads, self.static_shared = 128, 0
+        self.shared: dict[int, int] = {}
+        self.cubins: list[bytes] = []
+        self.cubin = b""
         self.carveouts: list[int] = []
         self.argument_addresses: list[int] = []
         self.pdl_flags: list[int] = []
@@ -56,10 +61,12 @@ class FakeDriver:
         self.mode = 0
 
     def cuModuleLoadData(self, module: Any, cubin: bytes) -> int:
+        self.cubin = cubin
         return 0
 
     def cuModuleGetFunction(self, handle: Any, module: Any, name: bytes) -> int:
         self.names.append(name.decode())
+        self.cubins.append(self.cubin)
         handle._obj.value = len(self.names)
         return 0
 
@@ -73,7 +80,7 @@ class FakeDriver:
 
     def cuFuncSetAttribute(self, handle: Any, attribute: int, value: int) -> int:
         if attribute == 8:
-            self.shared = value
+            self.shared[handle.value] = value
         else:
             assert attribute == 9
             self.carveouts.append(value)
@@ -109,10 +116,9 @@ class FakeDriver:
         attributes = (driver._Attribute * launch.count).from_address(launch.attributes)
         assert [(each.id, each.value) for each in attributes] == [(6, 1)] * launch.count  # the attribute for PDL
         self.pdl_flags.append(launch.count)
-        assert launch.shared == self.shared or (
-            not self.shared and launch.shared <= 48 << 10
-        )  # more than 48 KiB has to be requested
-        name = self.names[handle.value - 1]
+        # More than 48 KiB has to be requested.
+        assert launch.shared == self.shared.get(handle.value, min(launch.shared, 48 << 10))
+        name, self.cubin = self.names[handle.value - 1], self.cubins[handle.value - 1]
         parameters = (ctypes.c_void_p * self.arguments[name]).from_address(start.value)
         self.argument_addresses = list(parameters)
         values = [ctypes.c_uint64.from_address(address).value for address in self.argument_addresses]

@@ -298,8 +298,9 @@ def _tile(kernel: PoolKernel) -> tuple[object, ...]:
 
 
 def _apart_from_tile(candidate: Candidate) -> _Config:
-    """Return a candidate's configuration without the sizes of its tile, and without the stages that fit beside it."""
-    return tuple((name, value) for name, value in candidate.config if name not in (*_TILE_SIZES, "stages"))
+    """Return a candidate's configuration without the sizes of its tile, whether they are fitted to M, and without the
+    stages that fit beside it."""
+    return tuple((name, value) for name, value in candidate.config if name not in (*_TILE_SIZES, "fitted", "stages"))
 
 
 class _TimeModel:

@@ -8,22 +8,24 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 from ...core.candidate import Candidate, Illegal
 from ...core.epilogue import GATES
 from ...core.problem import Problem
 from ...core.target import Target
-from ..gpu.artifact import Header, encode_kernel
+from ..gpu.artifact import Header, artifacts, encode_kernel
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.kernel import GpuKernel
 from ..gpu.rules import device_limits
 from . import space
 from .compiler import MISSING, compile_source, version
 from .kernel import Mixed, Skinny, Slab
-from .source import MIXED, SKINNY, SLAB, generate
+from .source import MIXED, SKINNY, SLAB, Source, generate
 
 _PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
+_COMPILERS = 4  # copies of a fitted kernel that a worker compiles at a time; other workers compile, too
 
 
 class CudaBackend(GpuBackend):
@@ -57,16 +59,33 @@ class CudaBackend(GpuBackend):
         return {"nvrtc": version()} if version() and not not_nvidia(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
-        source = generate(problem, candidate.template, dict(candidate.config))
-        capability = device_limits(target).capability
+        device, template = device_limits(target), candidate.template
+        sources = [
+            generate(problem, template, config) for config in space.copies(problem, template, candidate.config, device)
+        ]
 
-        def compile_artifact() -> bytes:
-            cubin = compile_source(source.text, capability, source.arch, source.registers)
+        def key_of(texts: Sequence[str]) -> str:
+            parts = (*texts, target.capability, self.source_digest(), version())
+            return hashlib.sha256("\0".join(parts).encode()).hexdigest()
+
+        def compile_kernel(source: Source) -> bytes:
+            cubin = compile_source(source.text, device.capability, source.arch, source.registers)
             header = Header(
-                candidate.template, len(cubin), source.shared, source.warps, source.arguments, 0, source.descriptors,
-                waits=capability >= _PDL_CAPABILITY,
+                template, len(cubin), source.shared, source.warps, source.arguments, 0, source.descriptors,
+                waits=device.capability >= _PDL_CAPABILITY,
             )  # fmt: skip
             return encode_kernel(header, cubin)
 
-        parts = (source.text, target.capability, self.source_digest(), version())
-        return hashlib.sha256("\0".join(parts).encode()).hexdigest(), compile_artifact
+        def compile_copy(source: Source) -> bytes:
+            """Return the kernel from the artifacts where another candidate has the same copy."""
+            key = key_of([source.text])
+            path = artifacts().get(key) or artifacts().put(key, compile_kernel(source))
+            return path.read_bytes()
+
+        def compile_artifact() -> bytes:
+            if len(sources) == 1:
+                return compile_kernel(sources[0])
+            with ThreadPoolExecutor(_COMPILERS) as pool:  # NVRTC compiles without the GIL
+                return b"".join(pool.map(compile_copy, sources))
+
+        return key_of([source.text for source in sources]), compile_artifact

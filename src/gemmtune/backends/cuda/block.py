@@ -11,32 +11,9 @@ REGISTERS = 65536  # of a multiprocessor
 GROUP, GROUP_ROWS = 128, 64  # threads that execute a wgmma, and its rows
 CHUNK_BYTES = 128  # of a row, in the layout that TMA writes for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
-# Numbers of rows that are fitted to M differ by it. Each is a loop of its own in the kernel, which takes the compiler
-# about 0.4 s (NVRTC 13, one core of an AMD EPYC of Zen 1).
-_FITTED_STEP = 16
 _SWIZZLE_ALIGNMENT = 1024  # bytes; TMA's swizzle pattern repeats at multiples of it
 _BARRIER_BYTES = 8
 _BARRIER_PAIR_BYTES = 2 * _BARRIER_BYTES
-
-
-def rows_of_tiles(config: dict[str, Any]) -> range:
-    """Return the numbers of rows that the tiles of a ``mixed`` kernel may have, ascending: ``bm``, and where they are
-    fitted to M those down to a third of it."""
-    bm = int(config["bm"])
-    smaller = 2 * bm // (3 * _FITTED_STEP) if config["fitted"] else 0
-    return range(bm - _FITTED_STEP * smaller, bm + 1, _FITTED_STEP)
-
-
-def fitted_rows(m: int, n: int, multiprocessors: int, config: dict[str, Any]) -> int:
-    """Return the rows of each tile of a ``mixed`` kernel for M rows: as few as serve them in as many rounds of blocks
-    as tiles of ``bm`` rows need.
-
-    A block's time has a part that does not depend on its rows, so that more rounds of fewer rows take longer.
-    """
-    columns, clusters = -(-n // config["bn"]), max(1, multiprocessors // config["split"])
-    rounds = -(-(-(-m // config["bm"]) * columns) // clusters)
-    tiles = rounds * clusters // columns
-    return next(rows for rows in rows_of_tiles(config) if rows * tiles >= m)
 
 
 def mixed_warps(problem: Problem, config: dict[str, Any]) -> int:
@@ -62,18 +39,14 @@ def mixed_raised_registers(problem: Problem, config: dict[str, Any]) -> int:
 
 
 def mixed_shared(problem: Problem, config: dict[str, Any]) -> int:
-    """Return the bytes of shared memory: stages, or the tile's sums where they are larger, a pair of barriers for each
-    stage that fits with the fewest rows, the padding that aligns stages to 1 KB, and vectors."""
+    """Return the bytes of shared memory: stages with a pair of barriers each, or the tile's sums where they are larger,
+    the padding that aligns them to 1 KB, and vectors."""
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
     sums = _exchange_bytes(bm, bn, split) if split > 1 else 4 * bm * mixed_row_stride(config)
     stage_bytes = max(stages * mixed_stage(problem, config), sums)
-    barriers = _BARRIER_PAIR_BYTES * (mixed_stages_of(problem, config, rows_of_tiles(config).start) + 1)
-    return int(stage_bytes + barriers + _SWIZZLE_ALIGNMENT + 4 * vector_words(problem, bm, bn))
-
-
-def mixed_stages_of(problem: Problem, config: dict[str, Any], rows: int) -> int:
-    """Return the stages of a block whose tile has a number of rows: those for ``bm`` rows, and more for fewer."""
-    return int(config["stages"] * mixed_stage(problem, config) // mixed_stage(problem, {**config, "bm": rows}))
+    return int(
+        stage_bytes + _BARRIER_PAIR_BYTES * (stages + 1) + _SWIZZLE_ALIGNMENT + 4 * vector_words(problem, bm, bn)
+    )
 
 
 def mixed_stages(problem: Problem, config: dict[str, Any], available: int) -> int:

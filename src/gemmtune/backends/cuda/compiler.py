@@ -72,9 +72,7 @@ def compile_source(text: str, capability: tuple[int, int], arch: str = "", regis
     _check(library.nvrtcCreateProgram(ctypes.byref(program), text.encode(), b"gemmtune.cu", 0, None, None))
     try:
         major, minor = capability
-        # The default: NVRTC 13.0 takes a generic lambda's instances for functions of the host without it.
-        options = ["--device-as-default-execution-space", f"--gpu-architecture=sm_{10 * major + minor}{arch}"]
-        options += ["--std=c++17", "--ptxas-options=-v", _NO_CACHE]
+        options = [f"--gpu-architecture=sm_{10 * major + minor}{arch}", "--std=c++17", "--ptxas-options=-v", _NO_CACHE]
         if registers:
             options.append(f"--maxrregcount={registers}")
         status = _compile(program, options)

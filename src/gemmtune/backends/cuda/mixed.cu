@@ -10,12 +10,8 @@
 // column of B (int8: 128 bytes; int4: 64 bytes, whose lower nibbles are the first 64 elements). The mbarriers ``full`` count
 // bytes that have arrived; ``empty`` count warps that have finished with a stage.
 //
-// A tile has ``rows`` rows: BM, or where the kernel is FITTED one of LEAST, LEAST + ROWS_STEP, ..., BM, an argument with which
-// the host divides M among the multiprocessors. wgmma's width is part of the instruction, so that the loop over K is compiled
-// once for each number of rows.
-//
-// source.py defines before this text: BM, BN, STAGES, SPLIT, FITTED, LEAST, ROWS_STEP (the candidate); KIND, GROUP (elements of
-// K that share a scale; 0: all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
+// source.py defines before this text: BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that share a scale; 0:
+// all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
 // fetch release theirs; 0: equal shares), PRODUCTS (the wgmma instructions), ACROSS (row stride of the sums in shared
 // memory), KEPT, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
 // of its vectors.
@@ -23,25 +19,12 @@
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
 constexpr int STAGE_K = 128;                                           // elements of K in a stage
 constexpr int B_ROW = KIND == INT4 ? 64 : 128;                      // bytes of a column of B in a stage
-constexpr int B_BYTES = BN * B_ROW;                                 // bytes of B in a stage
-constexpr int SUMS = BM / 2;                                        // sums of a thread, at most
+constexpr int A_BYTES = BM * 128, B_BYTES = BN * B_ROW;             // bytes of a box of A; of B in a stage
+constexpr int STAGE_BYTES = 2 * A_BYTES + B_BYTES;
+constexpr int EARLY_STAGES = (STAGES + 1) / 2;                      // as in slab.cu
+constexpr int SUMS = BM / 2;                                        // sums of a thread
 constexpr int OUTPUT_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS) : 4 * BM * ACROSS;
-// Bytes of a box of A and of a stage, with a number of rows. Fewer rows leave room for more stages than STAGES.
-__device__ constexpr int box_bytes(int rows) { return 128 * rows; }
-__device__ constexpr int stage_bytes(int rows) { return 2 * box_bytes(rows) + B_BYTES; }
-constexpr int ALL_BYTES = STAGES * stage_bytes(BM), MAX_STAGES = ALL_BYTES / stage_bytes(LEAST);
-constexpr int BUFFER_BYTES = OUTPUT_BYTES > ALL_BYTES ? OUTPUT_BYTES : ALL_BYTES;
-
-// A number of a tile's rows as a type.
-template <int N> struct TileRows { static constexpr int value = N; };
-
-// Call ``body`` with the number of a tile's rows as a type.
-template <int N, class F> __device__ __forceinline__ void at_rows(int rows, F body) {
-    if constexpr (N < BM) {
-        if (rows > N) return at_rows<N + ROWS_STEP>(rows, body);
-    }
-    body(TileRows<N>{});
-}
+constexpr int BUFFER_BYTES = OUTPUT_BYTES > STAGES * STAGE_BYTES ? OUTPUT_BYTES : STAGES * STAGE_BYTES;
 
 // Add one quantisation group's sums, multiplied by its scales.
 template <int N> __device__ __forceinline__ void add_scaled(sum_t (&sums)[N], const sum_t (&group)[N], const float (&scales)[2]) {
@@ -60,55 +43,51 @@ __launch_bounds__(32 * WARPS)
 #endif
 mixed(PARAMETERS) {
     DYNAMIC(memory);
-#if !FITTED
-    constexpr int rows = BM;
-#endif
     const int warp = warp_index(), lane = threadIdx.x % 32, g = lane / 4, c = lane % 4, part = blockIdx.x % SPLIT;
-    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * MAX_STAGES;
-    const u32 vectors = empty + 8 * MAX_STAGES + (SPLIT > 1 ? 16 : 0);
+    const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, full = stages + BUFFER_BYTES, empty = full + 8 * STAGES;
+    const u32 vectors = empty + 8 * STAGES + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         prefetch_map(&a_desc);
         prefetch_map(&b_desc);
-        for (int s = 0; s < MAX_STAGES; ++s) {
+        for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + 8 * s, 1);
             init_barrier(empty + 8 * s, CONSUMERS);
         }
 #if SPLIT > 1
-        init_reduction<32 * CONSUMERS>(empty + 8 * MAX_STAGES, part, rows / 8);
+        init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
         fence_barrier_init();
     }
     arrive_cluster();
     __syncthreads();
-    const Tile tile = TileOrder((M + rows - 1) / rows, (N + BN - 1) / BN, K).at(blockIdx.x / SPLIT);
-    const int first_stored = tile.row * rows, m0 = first_row_read(first_stored, M, rows), n0 = tile.column * BN;
+    const Tile tile = TileOrder((M + BM - 1) / BM, (N + BN - 1) / BN, K).at(blockIdx.x / SPLIT);
+    const int first_stored = tile.row * BM, m0 = first_row_read(first_stored, M), n0 = tile.column * BN;
     const int steps = (K + STAGE_K - 1) / STAGE_K;
-    const int arriving = stage_bytes(min(rows, M));  // bytes of a stage, as in slab.cu
-    const int box = box_bytes(rows), size = stage_bytes(rows), stage_count = ALL_BYTES / size;  // of a stage
+    const int stage_bytes = 2 * 128 * min(BM, M) + B_BYTES;  // as in slab.cu
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;
     int at = 0, turn = 0;  // the next stage, and the parity of the passes over all stages
     auto next = [&] {
-        if (++at == stage_count) at = 0, turn ^= 1;
+        if (++at == STAGES) at = 0, turn ^= 1;
     };
 
     if (warp >= CONSUMERS) {
         release_registers();
         if (warp == CONSUMERS) {
             auto fetch_b = [&](int step, int slot) {
-                expect_bytes_once(full + 8 * slot, arriving);
-                tma_load_once(stages + slot * size + 2 * box, &b_desc, step * B_ROW, n0, full + 8 * slot);
+                expect_bytes_once(full + 8 * slot, stage_bytes);
+                tma_load_once(stages + slot * STAGE_BYTES + 2 * A_BYTES, &b_desc, step * B_ROW, n0, full + 8 * slot);
             };
-            const int early_end = following & B_EARLY ? min(first + (stage_count + 1) / 2, last) : first;
+            const int early_end = following & B_EARLY ? min(first + EARLY_STAGES, last) : first;
             for (int step = first; step < early_end; ++step) fetch_b(step, step - first);
             pdl_wait();
             for (int step = first; step < last; ++step, next()) {
-                const u32 stage = stages + at * size, done = full + 8 * at;
+                const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                 if (step >= early_end) {
                     wait_barrier(empty + 8 * at, turn ^ 1);
                     fetch_b(step, at);
                 }
                 tma_load(stage, &a_desc, step * STAGE_K, m0, done);
-                tma_load(stage + box, &a_desc, step * STAGE_K + 64, m0, done);
+                tma_load(stage + A_BYTES, &a_desc, step * STAGE_K + 64, m0, done);
             }
         }
         wait_cluster();
@@ -118,119 +97,111 @@ mixed(PARAMETERS) {
         pdl_launch_dependents();
         const int member = threadIdx.x, top = m0;
         // AHEAD
+        sum_t sums[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) sums[i] = 0;
+        // TMA's swizzle permutes the 16-byte pieces of a column, depending on the column's index.
+        const u32 own = 2 * A_BYTES + (16 * warp + g) * B_ROW + 2 * c, swizzle = KIND == INT4 ? g / 2 : g;
+        Fragment numbers[2][4] = {};
+        u32 bytes[4][2];
+        u32 before = 0;
+#if GROUP
+        sum_t group[SUMS];
+#pragma unroll
+        for (int i = 0; i < SUMS; ++i) group[i] = 0;
+        float scales[2] = {0, 0}, next_scales[2];
+        auto load_scales = [&](float(&into)[2], int step) {
+            const long long row = (long long)(min(step, last - 1) * STAGE_K / GROUP) * N;
+#pragma unroll
+            for (int i = 0; i < 2; ++i) into[i] = number(s_ptr[row + min(n0 + 16 * warp + g + 8 * i, N - 1)]);
+        };
+        load_scales(next_scales, first);
+#endif
+        auto load = [&](u32 stage, int half) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i)
+#pragma unroll
+                for (int e = 0; e < 2; ++e) {  // two bytes of this column, and two of the column 8 further
+                    const u32 piece = stage + own + (((KIND == INT8 ? 4 * half + i : i) ^ swizzle) << 4) + 8 * e;
+                    bytes[i][e] = load_two_halves(piece) | load_two_halves(piece + 8 * B_ROW) << 16;
+                }
+        };
+        auto convert = [&](int half, int i) {
+#pragma unroll
+            for (int e = 0; e < 4; ++e) numbers[half][i].r[e] = two_numbers(bytes[i][e / 2], half, e % 2 ? 0x4342 : 0x4140);
+        };
+        for (int step = first; step < last; ++step, next()) {
+            const u32 stage = stages + at * STAGE_BYTES, a = rows_from(stage);
+            wait_barrier(full + 8 * at, turn);
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+                if (KIND == INT8 || half == 0) load(stage, half);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) convert(half, i);
+#if GROUP
+                if (half == 0) {
+                    wait_for_sums<0>(group);
+                    add_scaled(sums, group, scales);
+                    scales[0] = next_scales[0], scales[1] = next_scales[1];
+                    load_scales(next_scales, step + 1);
+                }
+                sum_t(&into)[SUMS] = group;
+#else
+                sum_t(&into)[SUMS] = sums;
+#endif
+                begin(into);
+#pragma unroll
+                for (int i = 0; i < 4; ++i)
+                    multiply_group(into, numbers[half][i], a + (half * A_BYTES + 32 * i) / 16, !GROUP || half || i);
+                commit();
+                wait_for_sums<1>(into);
+                if (half == 0 && before && lane == 0) arrive(before);
+#pragma unroll
+                for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1 - half][i]);
+            }
+            before = empty + 8 * at;
+        }
+#if GROUP
+        wait_for_sums<0>(group);
+        add_scaled(sums, group, scales);
+#else
+        wait_for_sums<0>(sums);
+#endif
+#pragma unroll
+        for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1][i]);
+
 #if KEPT
         VectorWord* const kept = reinterpret_cast<VectorWord*>(memory + (vectors - address_of(memory)));
+        // KEPT
+#if SPLIT > 1
+        sync_threads_of<32 * CONSUMERS>();
+#endif
 #endif
         auto finish = [&](int m, int n, int y, int x, sum_t sum) {
             // EPILOGUE
         };
-        // When all stages have been read, their memory is free for sums.
+        // All stages have been read: their memory is free for sums.
         char* free = memory + (stages - address_of(memory));
-        sum_t* turned = reinterpret_cast<sum_t*>(free);
-        auto multiply = [&](auto tile_rows) {
-            constexpr int ROWS = decltype(tile_rows)::value, OWN_SUMS = ROWS / 2;  // ``rows``, and sums of a thread
-            sum_t sums[OWN_SUMS];
+#if SPLIT > 1
+        reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
 #pragma unroll
-            for (int i = 0; i < OWN_SUMS; ++i) sums[i] = 0;
-            // TMA's swizzle permutes the 16-byte pieces of a column, depending on the column's index.
-            const u32 own = 2 * box_bytes(ROWS) + (16 * warp + g) * B_ROW + 2 * c, swizzle = KIND == INT4 ? g / 2 : g;
-            Fragment numbers[2][4] = {};
-            u32 bytes[4][2];
-            u32 before = 0;
-#if GROUP
-            sum_t group[OWN_SUMS];
-#pragma unroll
-            for (int i = 0; i < OWN_SUMS; ++i) group[i] = 0;
-            float scales[2] = {0, 0}, next_scales[2];
-            auto load_scales = [&](float(&into)[2], int step) {
-                const long long row = (long long)(min(step, last - 1) * STAGE_K / GROUP) * N;
-#pragma unroll
-                for (int i = 0; i < 2; ++i) into[i] = number(s_ptr[row + min(n0 + 16 * warp + g + 8 * i, N - 1)]);
-            };
-            load_scales(next_scales, first);
-#endif
-            auto load = [&](u32 stage, int half) {
-#pragma unroll
-                for (int i = 0; i < 4; ++i)
-#pragma unroll
-                    for (int e = 0; e < 2; ++e) {  // two bytes of this column, and two of the column 8 further
-                        const u32 piece = stage + own + (((KIND == INT8 ? 4 * half + i : i) ^ swizzle) << 4) + 8 * e;
-                        bytes[i][e] = load_two_halves(piece) | load_two_halves(piece + 8 * B_ROW) << 16;
-                    }
-            };
-            auto convert = [&](int half, int i) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) numbers[half][i].r[e] = two_numbers(bytes[i][e / 2], half, e % 2 ? 0x4342 : 0x4140);
-            };
-            for (int step = first; step < last; ++step, next()) {
-                const u32 stage = stages + at * stage_bytes(ROWS), a = rows_from(stage);
-                wait_barrier(full + 8 * at, turn);
-#pragma unroll
-                for (int half = 0; half < 2; ++half) {
-                    if (KIND == INT8 || half == 0) load(stage, half);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) convert(half, i);
-#if GROUP
-                    if (half == 0) {
-                        wait_for_sums<0>(group);
-                        add_scaled(sums, group, scales);
-                        scales[0] = next_scales[0], scales[1] = next_scales[1];
-                        load_scales(next_scales, step + 1);
-                    }
-                    sum_t(&into)[OWN_SUMS] = group;
-#else
-                    sum_t(&into)[OWN_SUMS] = sums;
-#endif
-                    begin(into);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i)
-                        multiply_group(into, numbers[half][i], a + (half * box_bytes(ROWS) + 32 * i) / 16, !GROUP || half || i);
-                    commit();
-                    wait_for_sums<1>(into);
-                    if (half == 0 && before && lane == 0) arrive(before);
-#pragma unroll
-                    for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1 - half][i]);
-                }
-                before = empty + 8 * at;
+            for (int e = 0; e < 4; ++e) {
+                const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
+                if (m >= first_stored && m < M && n < N)
+                    round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
             }
-#if GROUP
-            wait_for_sums<0>(group);
-            add_scaled(sums, group, scales);
+        });
 #else
-            wait_for_sums<0>(sums);
-#endif
+        // wgmma's fragments have single columns of C's rows: transpose through shared memory to store rows.
+        sum_t* turned = reinterpret_cast<sum_t*>(free);
+        sync_threads_of<32 * CONSUMERS>();
 #pragma unroll
-            for (int i = 0; i < 4; ++i) keep_in_registers(numbers[1][i]);
-
-#if KEPT
-            // KEPT
-#if SPLIT > 1
-            sync_threads_of<32 * CONSUMERS>();
-#endif
-#endif
-#if SPLIT > 1
-            reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * MAX_STAGES, part, [&](int i, Four four) {
-#pragma unroll
-                for (int e = 0; e < 4; ++e) {
-                    const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
-                    if (m >= first_stored && m < M && n < N)
-                        round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
-                }
-            });
-#else
-            // wgmma's fragments have single columns of C's rows: transpose through shared memory to store rows.
-            sync_threads_of<32 * CONSUMERS>();
-#pragma unroll
-            for (int i = 0; i < OWN_SUMS; ++i)
-                turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
-            sync_threads_of<32 * CONSUMERS>();
-#endif
-        };
-        at_rows<LEAST>(rows, multiply);
-#if SPLIT == 1
+        for (int i = 0; i < SUMS; ++i)
+            turned[(i / 4 * 8 + 2 * c + i % 2) * ACROSS + 16 * warp + g + i / 2 % 2 * 8] = sums[i];
+        sync_threads_of<32 * CONSUMERS>();
         const Rows C{c_ptr, ldc, first_stored, M, N};
 #pragma unroll 4
-        for (int e = RUN * threadIdx.x; e < rows * BN; e += RUN * 32 * CONSUMERS) {
+        for (int e = RUN * threadIdx.x; e < BM * BN; e += RUN * 32 * CONSUMERS) {
             const int y = e / BN, x = e % BN, m = m0 + y, n = n0 + x;
             if (!C.has(m) || n >= N) continue;
             Run run;

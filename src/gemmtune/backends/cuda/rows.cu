@@ -37,9 +37,9 @@ struct Rows {
     __device__ bool has(int m) const { return (u32)(m - first) < (u32)count; }
 };
 
-// Return the first row that a tile of ``rows`` rows reads, where ``first`` is the first that it stores. The last tile of a
-// matrix starts earlier, so that TMA reads no rows beyond M: filling rows with zeros takes TMA longer than reading them.
-__device__ __forceinline__ int first_row_read(int first, int m, int rows) { return min(first, max(m - rows, 0)); }
+// Return the first row that a tile of BM rows reads, where ``first`` is the first that it stores. The last tile of a matrix
+// starts earlier, so that TMA reads no rows beyond M: filling rows with zeros takes TMA longer than reading them.
+__device__ __forceinline__ int first_row_read(int first, int m) { return min(first, max(m - BM, 0)); }
 
 struct Tile { int row, column; };
 

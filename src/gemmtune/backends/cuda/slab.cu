@@ -83,7 +83,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             if (NORM) init_barrier(ready + 8 * s, NORMALIZERS);
         }
 #if SPLIT > 1
-        init_reduction<32 * CONSUMERS>(empty + 8 * STAGES, part, SUMS / 4);
+        init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
 #endif
         fence_barrier_init();
     }
@@ -99,7 +99,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int tiles = order.rows * order.columns, first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
-    // If M is less than a tile's rows, TMA's box has M of them (host: Slab._box_rows), and blocks without rows send none.
+    // If M is less than a tile's rows, TMA's box has M of them (host: TmaKernel.clips_boxes), and blocks without rows send none.
     const int a_rows = min(A_ROWS, M), senders = min(SHARE, (M + A_ROWS - 1) / A_ROWS);
     const int stage_bytes = CHUNKS * (senders * a_rows * 128 + B_BYTES);
     auto weights_bytes = [&](int step) { return min(WEIGHTS_BYTES, (K - step * CHUNKS * ELEMENTS) * WIDTH); };
@@ -133,7 +133,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
                 const Tile position = order.at(tile);
-                const int m0 = first_row_read(position.row * BM, M, BM) + rank * A_ROWS;
+                const int m0 = first_row_read(position.row * BM, M) + rank * A_ROWS;
                 const int n0 = (position.column * SHARE + rank) * WIDE;
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
@@ -205,7 +205,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
             const Tile position = order.at(tile);
-            const int first_stored = position.row * BM, m0 = first_row_read(first_stored, M, BM);
+            const int first_stored = position.row * BM, m0 = first_row_read(first_stored, M);
             const int n0 = (position.column * SHARE + rank) * WIDE;
             const int top = m0 + 64 * group;
             const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), end_n};

@@ -21,7 +21,6 @@ from .block import (
     mixed_row_stride,
     mixed_shared,
     mixed_warps,
-    rows_of_tiles,
     slab_raised_registers,
     slab_shared,
     slab_warps,
@@ -41,7 +40,6 @@ _WEIGHT_KINDS = {"PLAIN": 0, "INT8": 1, "INT4": 2}
 _PDL_FLAGS = {"B_EARLY": B_EARLY, "NEXT_LATE": NEXT_LATE}
 _FP8 = {"float8_e4m3fn": "e4m3", "float8_e5m2": "e5m2"}
 _WGMMA = {"bfloat16": "bf16", "float16": "f16", "int8": "s8", **_FP8}
-ROWS_ARGUMENT = "rows"  # of kernels whose tiles' rows are fitted to M
 SKINNY, SLAB, MIXED = "skinny", "slab", "mixed"
 # A band of tiles (``TileOrder`` in rows.cu) has at least so many rows, as many times more as blocks share A's rows, and
 # more while they are this many bytes of A: a part of the L2 cache, which also holds what other blocks read.
@@ -92,8 +90,6 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
         files.append("hopper.cu")
         common += ["sums.cu", "rows.cu"]
     parameters = _parameters(problem, uses_tma)
-    if config.get("fitted"):
-        parameters = {ROWS_ARGUMENT: "int", **parameters}
     constants |= _common(problem, config) | _PDL_FLAGS
     lines = [f"#define {name} {value}" for name, value in constants.items()]
     lines.append("#define PARAMETERS " + ", ".join(f"{kind} {name}" for name, kind in parameters.items()))
@@ -233,10 +229,7 @@ def _mixed(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "GROUP": scale_group(problem),
         "ACROSS": mixed_row_stride(config),
         "ONE": _ones(problem),
-        "FITTED": config["fitted"],
-        "LEAST": rows_of_tiles(config).start,
-        "ROWS_STEP": rows_of_tiles(config).step,
-        "PRODUCTS": _mixed_products(problem, config),
+        "PRODUCTS": _mixed_product(problem, config["bm"]),
     }
 
 
@@ -249,14 +242,6 @@ def _bands(config: dict[str, Any]) -> dict[str, Any]:
 def _ones(problem: Problem) -> str:
     """Return a literal with 1.0 twice, in the dtype of A (bfloat16 or float16)."""
     return "0x3c003c00u" if problem.a.dtype == "float16" else "0x3f803f80u"
-
-
-def _mixed_products(problem: Problem, config: dict[str, Any]) -> str:
-    """Return the wgmma for each number of rows that a tile may have: a thread has half as many sums."""
-    choices = [
-        f"if constexpr (N == {rows // 2}) {{ {_mixed_product(problem, rows)} }}" for rows in rows_of_tiles(config)
-    ]
-    return " else ".join(choices)
 
 
 def _mixed_product(problem: Problem, rows: int) -> str:

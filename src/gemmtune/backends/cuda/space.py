@@ -11,15 +11,17 @@ bytes of a row in a stage), ``stages`` (as many as fit shared memory), ``cluster
 in flight at a time).
 
 Axes of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as fit
-when one, two, three or four blocks run on a multiprocessor), ``fitted`` (1: tiles have up to ``bm`` rows, as many as M
-needs: ``block.fitted_rows``).
+when one, two, three or four blocks run on a multiprocessor).
+
+Candidates for plans also have ``fitted`` (1: tiles of ``mixed`` have up to ``bm`` rows, those of ``slab`` up to ``bn``
+columns, as many as M needs: fitted.py).
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,24 +33,23 @@ from ..gpu.rules import FP8, DeviceLimits, aligned_leads, device_limits, why_no_
 from ..gpu.space import Config, rank_configs
 from .block import (
     CHUNK_BYTES,
+    GROUP_ROWS,
     MIXED_STEP,
     REGISTERS,
     equal_registers,
-    fitted_rows,
     mixed_raised_registers,
     mixed_registers,
     mixed_shared,
     mixed_stage,
     mixed_stages,
-    mixed_stages_of,
     mixed_warps,
-    rows_of_tiles,
     slab_raised_registers,
     slab_registers,
     slab_stages,
     slab_warps,
 )
 from .epilogue import TYPES, scale_group, vector_words
+from .fitted import MAX_STAGES, copy_at, copy_for, fitted_size, is_fitted, tile_sizes
 from .source import MIXED, SKINNY, SLAB, elements_per_load
 
 NAME = "cuda"
@@ -72,7 +73,7 @@ _RESERVED_SHARED = 1 << 10  # bytes of a multiprocessor's shared memory that eac
 _MAX_THREADS = 2048  # of a multiprocessor
 # Columns of a slab: two products of fewer columns leave the matrix units waiting more often than one product does.
 _MIN_PIECES_WIDTH = 128
-_MIN_STAGES, _MAX_STAGES = 3, 24
+_MIN_STAGES = 3
 # Fitted to times on an H200.
 _BANDWIDTH = 4.2e12
 _L2_BANDWIDTH = 2.1e13  # many blocks read the same parts of A
@@ -139,12 +140,27 @@ def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal
 
 
 def plan_candidates(problem: Problem, target: Target) -> list[Candidate]:
-    """Return the legal candidates of ``mixed`` whose tiles' rows are fitted to M, most promising first."""
+    """Return the legal candidates whose tiles are fitted to M, most promising first."""
     device = device_limits(target)
-    if why_no_gpu_kernel(problem) or _why_unsupported(problem) or _why_mixed_unsupported(problem, device):
+    if why_no_gpu_kernel(problem) or _why_unsupported(problem):
         return []
-    illegal, seconds = partial(_why_mixed_illegal, problem, device), partial(_mixed_seconds, problem, device)
-    return rank_configs(NAME, MIXED, _fitted_configs(problem, device), illegal, seconds)[0]
+    legal: list[Candidate] = []
+    for template, fitted_configs in _FITTED.items():
+        why_unsupported, _, why_illegal, _ = _spaces()[template]
+        if not why_unsupported(problem, device):
+            check, seconds = partial(why_illegal, problem, device), partial(_seconds, template, problem, device)
+            legal += rank_configs(NAME, template, fitted_configs(problem, device), check, seconds)[0]
+    return legal
+
+
+def copies(
+    problem: Problem, template: str, config: Iterable[tuple[str, Any]], device: DeviceLimits
+) -> list[dict[str, Any]]:
+    """Return the configs of the kernels that a candidate consists of: one for each size of its tiles."""
+    whole = dict(config)
+    if not is_fitted(whole):
+        return [whole]
+    return [copy_at(problem, template, whole, size, device.shared) for size in tile_sizes(template, whole)]
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
@@ -155,7 +171,7 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
         return reason or NOT_LISTED
     device, requested = device_limits(target), dict(candidate.config)
     why_unsupported, space, check, _ = _spaces()[candidate.template]
-    space = _fitted_configs if requested.get("fitted") else space
+    space = _FITTED[candidate.template] if is_fitted(requested) else space
     reason = why_unsupported(problem, device)
     for config in () if reason else space(problem, device):
         if config == requested and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
@@ -167,18 +183,22 @@ def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float
     """Return the estimated seconds of a call; None for a template that is not there."""
     if candidate.template not in _spaces():
         return None
-    *_, seconds = _spaces()[candidate.template]
-    return seconds(problem, device_limits(target), dict(candidate.config))
+    return _seconds(candidate.template, problem, device_limits(target), dict(candidate.config))
+
+
+def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
+    """Return the estimated seconds of a call, with the copy for M where tiles are fitted."""
+    *_, seconds = _spaces()[template]
+    return seconds(problem, device, copy_for(problem, template, config, device.multiprocessors, device.shared))
 
 
 def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
-    """Return a function from M to the rows of a tile, where a kernel has a loop for each number of rows; None for other
-    kernels."""
+    """Return a function from M to the size of a tile, where tiles are fitted to M; None for other kernels."""
     config = dict(candidate.config)
-    if not config.get("fitted"):
+    if not is_fitted(config):
         return None
     multiprocessors = device_limits(target).multiprocessors
-    return lambda m: fitted_rows(m, problem.n, multiprocessors, config)
+    return lambda m: fitted_size(candidate.template, m, problem.n, multiprocessors, config)
 
 
 @functools.cache
@@ -331,10 +351,33 @@ def _slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, 
                     "split": split,
                 }
                 config |= {"pieces": pieces, "turns": turns}
-                stages = min(_MAX_STAGES, slab_stages(problem, config, device.shared))
+                stages = min(MAX_STAGES, slab_stages(problem, config, device.shared))
                 if problem.norm is not None:  # a tile's squares are read before the last stage of the next one arrives
                     stages = min(stages, _slab_steps(problem, config) - 1)
                 yield {**config, "stages": stages}
+
+
+def _fitted_slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
+    """Yield configurations with as many columns, a multiple of 16, as registers, and shared memory with a number of
+    stages, allow."""
+    if problem.m <= GROUP_ROWS:  # tiles of fewer rows are faster
+        return
+    stepwise, one_or_two = problem.family == "scaled_mm", (1, 2)
+    fp8_choices = one_or_two if stepwise else (1,)
+    for bm, cluster, chunks, pieces, turns in itertools.product(
+        (64, 128), one_or_two, one_or_two, fp8_choices, fp8_choices
+    ):
+        config = {"bm": bm, "chunks": chunks, "cluster": cluster, "split": 1, "pieces": pieces, "turns": turns}
+        listed = set[int]()
+        for least_stages in (5, 4, 3):
+            for bn in range(256, _MIN_PIECES_WIDTH - 1, -16):
+                whole = {**config, "bn": bn, "fitted": 1}
+                whole = {**copy_at(problem, SLAB, whole, bn, device.shared), "fitted": 1}
+                if whole["stages"] >= least_stages and not _why_slab_illegal(problem, device, whole):
+                    if bn not in listed:
+                        listed.add(bn)
+                        yield whole
+                    break
 
 
 def _slab_steps(problem: Problem, config: dict[str, Any]) -> int:
@@ -431,31 +474,36 @@ def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str,
     if problem.m > _MIXED_FITTED_ROWS:
         rows = set(_WIDTHS[6::2])
     for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
-        config = {"bm": bm, "bn": bn, "split": split, "fitted": 0}
+        config = {"bm": bm, "bn": bn, "split": split}
         budgets = [(device.shared + _RESERVED_SHARED) // resident - _RESERVED_SHARED for resident in (1, 2, 3, 4)]
-        for stages in sorted({min(_MAX_STAGES, mixed_stages(problem, config, budget)) for budget in budgets}):
+        for stages in sorted({min(MAX_STAGES, mixed_stages(problem, config, budget)) for budget in budgets}):
             yield {**config, "stages": stages}
 
 
-def _fitted_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
+def _fitted_mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     """Yield configurations with as many rows as registers, and shared memory with a number of stages, allow for one
-    block on a multiprocessor (``fitted_rows`` counts one), and with the next multiple of 16 below: some numbers of rows
+    block on a multiprocessor (``fitted_size`` counts one), and with the next multiple of 16 below: some numbers of rows
     are faster than others by 5%, and fitted ones differ by 16."""
     for bn, split in itertools.product((64, 128, 192, 256), (1, 2, 3, 4)):
         listed = set[int]()
-        for stages in (4, 3, 2):
-            configs = ({"bm": bm, "bn": bn, "split": split, "stages": stages, "fitted": 1} for bm in reversed(_WIDTHS))
-            alone = (
+        for least_stages in (4, 3, 2):
+            whole = ({"bm": bm, "bn": bn, "split": split, "fitted": 1} for bm in reversed(_WIDTHS))
+            with_stages = ({**copy_at(problem, MIXED, c, c["bm"], device.shared), "fitted": 1} for c in whole)
+            legal = (
                 config
-                for config in configs
-                if not _why_mixed_illegal(problem, device, config) and 2 * mixed_shared(problem, config) > device.shared
+                for config in with_stages
+                if config["stages"] >= least_stages and not _why_mixed_illegal(problem, device, config)
             )
-            for config in itertools.islice(alone, 2):
-                if config["bm"] not in listed and problem.m > rows_of_tiles(config).start:
+            for config in itertools.islice(legal, 2):
+                if config["bm"] not in listed and problem.m > tile_sizes(MIXED, config)[0]:
                     listed.add(config["bm"])
                     yield config
                 if not config["bm"] % 16:
                     break
+
+
+# The configurations of templates whose tiles may be fitted to M.
+_FITTED = {MIXED: _fitted_mixed_configs, SLAB: _fitted_slab_configs}
 
 
 def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> str:
@@ -479,10 +527,8 @@ def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str,
 def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated time of one call, in seconds: the reads of B, the loads of A, the conversions and the
     products of the busiest multiprocessor, and the rounds of blocks. The estimate only orders candidates."""
-    bn, split = config["bn"], config["split"]
-    bm = fitted_rows(problem.m, problem.n, device.multiprocessors, config)
-    blocks, groups = _tiles(problem, {**config, "bm": bm}) * split, bn // 64
-    stage, stages = mixed_stage(problem, {**config, "bm": bm}), mixed_stages_of(problem, config, bm)
+    bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
+    blocks, groups, stage = _tiles(problem, config) * split, bn // 64, mixed_stage(problem, config)
     registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)
     resident_limit = (device.shared + _RESERVED_SHARED) // (mixed_shared(problem, config) + _RESERVED_SHARED)
     resident = max(1, min(resident_limit, REGISTERS // registers))

@@ -11,12 +11,12 @@ __device__ constexpr int reduction_bytes(int sums, int threads) {
     return SPLIT * ((sums / 4 + SPLIT - 1) / SPLIT) * threads * (int)sizeof(Four);
 }
 
-// Initialise the two mbarriers of the reduction: receivers' memory is free; partial sums have arrived, ``fours`` vectors of a
-// thread. One thread calls this before any block sends.
-template <int THREADS> __device__ __forceinline__ void init_reduction(u32 barriers, int part, int fours) {
+// Initialise the two mbarriers of the reduction: receivers' memory is free; partial sums have arrived. One thread calls this
+// before any block sends.
+template <int SUMS, int THREADS> __device__ __forceinline__ void init_reduction(u32 barriers, int part) {
     init_barrier(barriers, SPLIT * THREADS / 32);
     init_barrier(barriers + 8, 1);
-    arrive_expect_bytes(barriers + 8, (first_of_rank(part + 1, fours) - first_of_rank(part, fours)) * SPLIT * THREADS * sizeof(Four));
+    arrive_expect_bytes(barriers + 8, (first_of_rank(part + 1, SUMS / 4) - first_of_rank(part, SUMS / 4)) * SPLIT * THREADS * sizeof(Four));
 }
 
 // Reduce the partial sums over the blocks, in a fixed order, and call ``finish(i, four)`` for each vector i (sums[4 * i] to

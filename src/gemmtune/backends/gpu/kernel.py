@@ -94,15 +94,15 @@ class LoadedCubin:
     """A cubin; calling it with a device index returns the Function on that device, which the first call loads."""
 
     def __init__(self, header: Header, cubin: bytes) -> None:
-        self._header, self._cubin = header, cubin
+        self.header, self._cubin = header, cubin
         self._functions: dict[int, Function] = {}
         self(torch.cuda.current_device())  # load now: a module cannot be loaded while a graph is captured
 
     def __call__(self, device: int) -> Function:
         function = self._functions.get(device)
         if function is None:
-            function_class = HipFunction if self._header.arch else Function
-            function = self._functions[device] = function_class(self._header, self._cubin, device)
+            function_class = HipFunction if self.header.arch else Function
+            function = self._functions[device] = function_class(self.header, self._cubin, device)
         return function
 
 
@@ -154,6 +154,10 @@ class GpuKernel(Kernel):
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         """Return the rows and columns of a tile of the output, and the elements of K in a block."""
         return int(config["bm"]), int(config["bn"]), int(config["bk"])
+
+    def _cubin(self, m: int, device: int) -> LoadedCubin:
+        """Return the cubin that serves M rows. All of a kernel's cubins have the same arguments."""
+        return self.function
 
     @property
     def can_overlap(self) -> bool:
@@ -240,7 +244,7 @@ class GpuKernel(Kernel):
         reason = self._too_large(m)
         if reason:
             raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
-        function, slot_of = self.function(device), self.header.arguments.index
+        function, slot_of = self._cubin(m, device)(device), self.header.arguments.index
         plan = self._launch_plan(m, device, sizes)
         bind_workspace, extra_parameters = self._split_k_workspace(m, device), "".join(f", {name}" for name in names)
         pdl = function.pdl and self.overlap
@@ -349,12 +353,17 @@ class _TensorMaps(dict[int, TensorMap]):
 
 class TmaKernel(GpuKernel):
     """A persistent kernel, whose programs loop over the tiles. It reads A and B through TMA descriptors, which are
-    cached."""
+    cached.
+
+    clips_boxes: whether the kernel expects TMA to load M rows of A where that is less than its boxes have.
+    """
+
+    clips_boxes: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        # Weights keep their addresses for all M.
-        self._weights = self._tensor_maps(self.header.descriptors["b_desc"], problem.n, self._ldb)
+        # By the columns of B that TMA loads at a time. Weights keep their addresses for all M.
+        self._weights: dict[int, _TensorMaps] = {}
 
     @abstractmethod
     def _program_count(self, m: int, device: int) -> int:
@@ -370,9 +379,18 @@ class TmaKernel(GpuKernel):
         the kernel reads B itself."""
         return None
 
-    def _box_rows(self, m: int, device: int) -> int:
-        """Return the rows of A that TMA loads at a time."""
-        return self.header.descriptors["a_desc"].block[0]
+    def _row_maps(self, tma: Tma, m: int, lead: int) -> _TensorMaps:
+        """Return the descriptors of A [M, K]."""
+        if self.clips_boxes:
+            tma = msgspec.structs.replace(tma, block=(min(tma.block[0], m), *tma.block[1:]))
+        return self._tensor_maps(tma, m, lead)
+
+    def _weight_maps(self, tma: Tma) -> _TensorMaps:
+        """Return the descriptors of B."""
+        columns = tma.block[0]
+        if columns not in self._weights:
+            self._weights[columns] = self._tensor_maps(tma, self.problem.n, self._ldb)
+        return self._weights[columns]
 
     def _tensor_maps(self, tma: Tma, rows: int, lead: int) -> _TensorMaps:
         # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
@@ -394,7 +412,6 @@ class TmaKernel(GpuKernel):
             f"parameters[{arguments.index('b_desc')}] = b_map.address",
         ]
         values = [by_name.get(name, 0) for name in arguments]
-        tma = self.header.descriptors["a_desc"]
-        box = msgspec.structs.replace(tma, block=(self._box_rows(m, device), *tma.block[1:]))
-        rows = self._tensor_maps(box, m, lda)
-        return LaunchPlan((programs, 1), values, lines, {"convert": convert, "rows": rows, "weights": self._weights})
+        tma = self._cubin(m, device).header.descriptors
+        maps = {"rows": self._row_maps(tma["a_desc"], m, lda), "weights": self._weight_maps(tma["b_desc"])}
+        return LaunchPlan((programs, 1), values, lines, {"convert": convert, **maps})
