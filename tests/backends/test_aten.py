@@ -10,18 +10,19 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from gemmtune import backends
-from gemmtune.backends.aten import AtenBackend, cpu_rules, padding
+from gemmtune.backends.aten import AtenBackend, cpu_rules, is_fallback, padding
 from gemmtune.backends.aten.quantized import dequantize, nibbles
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.epilogue import Kind, Step
 from gemmtune.core.errors import KernelError, PackedWeightError
 from gemmtune.core.problem import Layout, Operand, Problem
-from gemmtune.core.target import current_cpu
+from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.verify import Inputs, make_reference_cases, verify
+from helpers.gpus import H200
 
 ATEN = AtenBackend()
 TARGET = current_cpu()
@@ -30,6 +31,12 @@ TARGET = current_cpu()
 def load_kernels(problem: Problem) -> list[Kernel]:
     candidates = [candidate for candidate in ATEN.candidates(problem, TARGET) if isinstance(candidate, Candidate)]
     return [ATEN.load(Artifact(candidate, ""), problem) for candidate in candidates]
+
+
+def raw_candidates(problem: Problem, target: Target = TARGET) -> list[Candidate]:
+    """Return ATen's legal candidates on the raw weight."""
+    listed = (item for item in ATEN.candidates(problem, target) if isinstance(item, Candidate))
+    return [item for item in listed if ATEN.packing_of(problem, item) is None]
 
 
 def illegal_reasons(problem: Problem) -> dict[str, str]:
@@ -308,6 +315,71 @@ def test_default_candidate_is_the_function_that_users_call() -> None:
     assert ATEN.default_candidate(bmm_problem(2, 3, 4, 5, "float32")).id == "aten/bmm"
 
 
+GELU = (Step("gelu"),)
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (linear_problem(4, 8, 8, "bfloat16"), {"mm"}),
+        (linear_problem(4, 8, 8, "float16", bias=True), {"mm"}),
+        (linear_problem(4, 8, 8, "float32"), {"mm", "composite"}),  # nothing is converted
+        (linear_problem(4, 8, 8, "float64"), {"mm", "composite"}),
+        (replace(linear_problem(4, 8, 8, "bfloat16"), out_dtype="float32"), {"composite"}),  # mm rounds before
+        (replace(linear_problem(4, 8, 8, "bfloat16"), epilogue=GELU), {"composite"}),
+        (bmm_problem(2, 4, 8, 8, "bfloat16"), {"bmm"}),
+        (replace(bmm_problem(2, 4, 8, 8, "bfloat16"), epilogue=GELU), {"composite"}),
+        (int_problem(4, 8, 8), {"int_mm", "int_mm_pad"}),
+        (int_problem(64, 8, 8), {"int_mm", "int_mm_pad"}),
+        (weight_only_problem(4, 8, 16, dtype="float32"), {"int8pack", "upcast", "composite"}),
+        (weight_only_problem(4, 8, 16, bits=4), {"upcast", "composite"}),
+        (weight_only_problem(4, 8, 64, bits=4, group=32), {"composite"}),
+        (fp8_problem(4, 16, 16), {"scaled_mm", "composite"}),
+    ],
+)
+def test_templates_that_plain_pytorch_runs(problem: Problem, expected: set[str]) -> None:
+    """The composite is one of them only where plain PyTorch converts the operands, too."""
+    templates = {"composite", *(item.template for m in (problem.m, 64) for target in (TARGET, H200)
+                                for item in raw_candidates(problem.with_m(m), target))}  # fmt: skip
+    assert {name for name in templates if is_fallback(name, problem)} == expected
+    assert not is_fallback("no such template", problem)
+
+
+def test_norm_does_not_change_what_plain_pytorch_runs() -> None:
+    norm = Step("rms_norm", "inner", "float32", value=1e-5)
+    for problem in (linear_problem(4, 8, 8, "bfloat16"), linear_problem(4, 8, 8, "bfloat16", bias=True)):
+        normed = replace(problem, epilogue=(norm, *problem.epilogue))
+        assert (is_fallback("mm", normed), is_fallback("composite", normed)) == (True, False)
+
+
+@pytest.mark.parametrize("family", ["mm", "bmm", "int_mm", "mixed_mm", "scaled_mm"])
+def test_template_that_plain_pytorch_runs_does_not_depend_on_m(family: str) -> None:
+    """A plan for many M has one op of PyTorch's."""
+    problem = {
+        "mm": linear_problem(1, 64, 64, "bfloat16"), "bmm": bmm_problem(2, 1, 64, 64, "bfloat16"),
+        "int_mm": int_problem(1, 64, 64), "mixed_mm": weight_only_problem(1, 64, 64),
+        "scaled_mm": fp8_problem(1, 64, 64),
+    }[family]  # fmt: skip
+    listed = {item.template for m in (1, 64) for item in raw_candidates(problem.with_m(m), H200)}
+    at_one = {name for name in listed if is_fallback(name, problem)}
+    for m in (2, 16, 17, 4096):
+        assert {name for name in listed if is_fallback(name, problem.with_m(m))} == at_one
+
+
+@pytest.mark.parametrize("m", [1, 16, 17, 64])
+def test_raw_weight_has_a_template_that_plain_pytorch_runs_on_every_device(m: int) -> None:
+    problems = [
+        linear_problem(m, 64, 64, "bfloat16"), linear_problem(m, 63, 65, "float16", bias=True),
+        replace(linear_problem(m, 64, 64, "bfloat16"), epilogue=GELU), bmm_problem(2, m, 64, 64, "bfloat16"),
+        int_problem(m, 64, 64), int_problem(m, 63, 65), int_problem(m, 64, 64, a_dtype="uint8"),
+        weight_only_problem(m, 64, 64), weight_only_problem(m, 64, 64, bits=4, group=32), fp8_problem(m, 64, 64),
+        fp8_problem(m, 63, 65), replace(fp8_problem(m, 64, 64), epilogue=(*fp8_problem(m, 64, 64).epilogue, *GELU)),
+    ]  # fmt: skip
+    for problem in problems:
+        for target in (TARGET, H200):
+            assert any(is_fallback(item.template, problem) for item in raw_candidates(problem, target)), problem.key
+
+
 def test_load_run_and_unpack_raise_errors_for_wrong_arguments() -> None:
     problem = linear_problem(2, 8, 8, "float32")
     with pytest.raises(KernelError, match="no template 'magic'"):
@@ -337,5 +409,6 @@ def test_candidates_that_torch_2_10_lacks_are_illegal_and_the_composite_is_the_d
         assert reason in illegal_reasons(problem)[name]
         assert torch.__version__ in illegal_reasons(problem)[name]
         assert ATEN.default_candidate(problem).template == "composite"
+        assert is_fallback("composite", problem)
     a, b = torch.randint(0, 256, (5, 33), dtype=torch.uint8), torch.randint(-128, 128, (33, 7), dtype=torch.int8)
     assert torch.equal(padding.cpu_int_mm(a, b).long(), a.long() @ b.long())

@@ -8,9 +8,20 @@ import msgspec
 import pytest
 
 from gemmtune.core.tuned_plan import TunedPlan
-from gemmtune.dispatch.plan_layouts import MAX_NOISE, NO_SLOWER, rank_layouts_of_plan
+from gemmtune.dispatch.plan_layouts import MAX_NOISE, NO_SLOWER, plain_times, rank_layouts_of_plan, shares_of
 from gemmtune.dispatch.portfolio import build_plan
-from helpers.plans import PLAIN, PLAIN_S, PROBLEM, Model, SimulatedKernel, decisions_at, planted_plan, simulated
+from helpers.plans import (
+    COMPOSITE,
+    HALF,
+    PLAIN,
+    PLAIN_S,
+    PROBLEM,
+    Model,
+    SimulatedKernel,
+    decisions_at,
+    planted_plan,
+    simulated,
+)
 
 SIZES = (1, 8, 64, 512)
 
@@ -103,6 +114,35 @@ def test_packed_layout_serves_where_plain_pytorch_was_not_timed() -> None:
     plan = planted_plan(PROBLEM, [a, b], {"p:a": [(1, 512, a)], "p:b": [(1, 512, b)]}, SIZES, target_key="t")
     plan = msgspec.structs.replace(plan, kernels=tuple(k for k in plan.kernels if k.id != PLAIN.id))
     assert rank_layouts_of_plan(plan) == ["p:a", "p:b", None]
+
+
+def test_packed_layout_is_compared_with_pytorchs_operator_and_not_with_a_faster_conversion() -> None:
+    """The kernels of the raw weight count by what they take, which is 0.2 of plain PyTorch's time here."""
+    for seconds, layouts, without_raw_kernels in (
+        (share(0.15), ["p:fast", None], ["p:fast", None]), (share(0.5), [None], ["p:fast", None]),
+        (share(1.1), [None], [None]),
+    ):  # fmt: skip
+        fast = replace(FAST, seconds=seconds)
+        spans = {"p:fast": [(1, 512, fast)], "": [(1, 512, COMPOSITE)]}
+        plan = planted_plan(HALF, [COMPOSITE, fast], spans, SIZES, target_key="t")
+        assert plain_times(plan) == {m: PLAIN_S(m) for m in SIZES}
+        assert shares_of(plan, "") == pytest.approx(dict.fromkeys(SIZES, 0.2))
+        assert rank_layouts_of_plan(plan) == layouts
+        assert rank_layouts_of_plan(plan, raw_kernels=False) == without_raw_kernels
+        served = build_plan([], None, plan)
+        assert served is not None
+        assert served.pick(64).candidate == COMPOSITE.candidate
+
+
+def test_plan_that_timed_no_operator_of_pytorchs_is_read() -> None:
+    """Older plans may have the conversion in its place."""
+    spans = {"p:fast": [(1, 512, FAST)], "": [(1, 512, COMPOSITE)]}
+    plan = planted_plan(HALF, [FAST], spans, SIZES, target_key="t", plain=COMPOSITE)
+    assert plain_times(plan) == {}
+    assert rank_layouts_of_plan(plan) == [None]
+    served = build_plan([], None, plan)
+    assert served is not None
+    assert served.pick(64).candidate == COMPOSITE.candidate
 
 
 def test_recorded_calls_weigh_more() -> None:

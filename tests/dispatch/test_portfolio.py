@@ -9,9 +9,10 @@ import pytest
 
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import LayoutDecision
+from gemmtune.core.decision import Decision, Evidence, LayoutDecision
 from gemmtune.core.epilogue import Step
-from gemmtune.core.workloads import bmm_problem, linear_problem
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import bmm_problem, int_problem, linear_problem
 from gemmtune.dispatch import build_plan, choose_packing, rank_packings
 from gemmtune.dispatch.portfolio import SERVING_S, layouts_in_use, tuned_point
 from helpers.plans import PLAIN_S, PROBLEM, planted_plan, simulated
@@ -139,6 +140,67 @@ def test_other_aten_templates_are_served_as_kernels() -> None:
     plan = build_plan([decide(problem, evidence(transposed, 0.5), chosen=transposed)])
     assert plan is not None
     assert plan.entries[0].candidate == transposed
+
+
+# --- a CPU on which torch.mm is slow in bfloat16
+
+HALF = linear_problem(8, 8, 8, "bfloat16")
+COMPOSITE = Candidate.make("aten", "composite")
+
+
+def composite_decision(problem: Problem = HALF, *rows: Evidence, **changes: object) -> Decision:
+    """Return a Decision in which converting the operands takes 0.2 of the plain op's time, which is 1 s."""
+    composite = evidence(COMPOSITE, 0.2, 0.2)
+    return msgspec.structs.replace(decide(problem, *rows, composite, chosen=COMPOSITE), **changes)
+
+
+@pytest.mark.parametrize("problem", [HALF, bmm_problem(2, 8, 8, 8, "bfloat16"), int_problem(8, 8, 8)])
+def test_conversion_of_the_operands_serves_where_pytorchs_operator_is_slower(problem: Problem) -> None:
+    point = tuned_point(composite_decision(problem))
+    assert point.plain_s == 1.0
+    plan = build_plan([point])
+    assert plan is not None
+    assert [(entry.candidate, entry.plain_s) for entry in plan.entries] == [(COMPOSITE, 1.0)]
+    assert plan.entries[0].seconds == pytest.approx(0.2 + SERVING_S, abs=SERVING_S / 10)
+
+
+def test_conversion_that_is_plain_pytorchs_own_is_served_as_it_was() -> None:
+    wide = linear_problem(8, 8, 8, "float32")
+    for problem, served in ((wide, None), (replace(HALF, epilogue=(Step("gelu"),)), COMPOSITE)):
+        point = tuned_point(composite_decision(problem))
+        assert point.plain_s == 0.2
+        plan = build_plan([point])
+        assert plan is not None
+        assert plan.entries[0].candidate == served
+
+
+def test_packed_layout_is_compared_with_the_conversion_where_that_serves_the_raw_weight() -> None:
+    faster, slower = (composite_decision(HALF, evidence(toy("plain"), s, s)) for s in (0.15, 0.3))
+    assert rank_packings([faster]) == ["toy:plain", None]
+    assert rank_packings([slower]) == [None]
+    assert rank_packings([slower], raw_kernels=False) == ["toy:plain", None]  # faster than torch.mm
+    packed = build_plan([faster], "toy:plain")
+    assert packed is not None
+    assert packed.entries[0].candidate == toy("plain")
+
+
+def test_baseline_serves_where_a_raw_kernel_does_not_beat_it() -> None:
+    """The plain op, which serves without a winner elsewhere, would take five times as long."""
+    row = evidence(toy(""), 0.199, 0.199)
+    test = LayoutDecision("tie", row.id, COMPOSITE.id, 0.995, 0.99, 1.01)
+    for alternative in (row.id, COMPOSITE.id):
+        decision = composite_decision(HALF, row, layouts={"": test}, alternatives={"": alternative})
+        plan = build_plan([decision])
+        assert plan is not None
+        assert plan.entries[0].candidate == COMPOSITE
+    plain = msgspec.structs.replace(test, baseline=AtenBackend().default_candidate(HALF).id)
+    plan = build_plan([composite_decision(HALF, row, layouts={"": plain}, alternatives={"": row.id}, chosen=row.id)])
+    assert plan is not None
+    assert plan.entries[0].candidate is None
+    won = composite_decision(HALF, row, layouts={"": msgspec.structs.replace(test, outcome="winner")})
+    plan = build_plan([won])
+    assert plan is not None
+    assert plan.entries[0].candidate == toy("")
 
 
 def test_gain_below_the_serving_overhead_is_ignored() -> None:

@@ -61,6 +61,9 @@ def staircase(base: float, step: float, rows: int = 1) -> Model:
 
 
 PLAIN_S = staircase(10.0, 0.1)
+# A Problem that converting its operands solves in 0.2 of the time of PyTorch's operator, as on CPUs without AVX-512.
+HALF = linear_problem(8, 64, 96, "bfloat16")
+COMPOSITE = SimulatedKernel(Candidate.make("aten", "composite"), lambda m: 0.2 * PLAIN_S(m))
 SMALL = simulated("small", staircase(3.0, 2.0, 16), rows=16)  # the fastest up to M = 64 or so
 LARGE = simulated("large", staircase(6.0, 4.0, 128), rows=128)
 

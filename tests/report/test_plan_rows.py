@@ -15,7 +15,7 @@ from gemmtune.report.plan_rows import (
     times_over_m,
     verified_text,
 )
-from helpers.plans import LARGE, PLAIN, PROBLEM, SMALL, planted_plan, simulated, staircase
+from helpers.plans import COMPOSITE, HALF, LARGE, PLAIN, PROBLEM, SMALL, planted_plan, simulated, staircase
 
 SIZES = [1, 16, 48, 128]
 PACKED = simulated("packed", staircase(2.0, 1.0, 16), rows=16, packing="panels")
@@ -56,6 +56,14 @@ def test_plain_kernel_is_the_unpacked_plain_op() -> None:
     assert plain_kernel(without) is None
     assert [row.aten_s for row in times_over_m(without, "")] == [None] * 4
     assert short_names(without) == {SMALL.id: "A", LARGE.id: "B", PACKED.id: "C"}
+
+
+def test_plain_kernel_is_no_conversion_where_pytorch_has_an_operator() -> None:
+    plan = planted_plan(HALF, [COMPOSITE], {"": [(1, 128, COMPOSITE)]}, SIZES, target_key="t")
+    found = plain_kernel(plan)
+    assert found is not None
+    assert found.id == PLAIN.id
+    assert short_names(plan) == {PLAIN.id: "ATen", COMPOSITE.id: "A"}
 
 
 def test_times_have_the_kernels_of_the_layout_only() -> None:

@@ -69,6 +69,13 @@ def test_layout_that_the_kernel_does_not_take_is_illegal() -> None:
     assert "wants its weight as it is, and the record says packed as 'native:k1/float32/nr48'" in illegal[0]
 
 
+def test_baseline_of_the_raw_layout_is_checked_since_it_may_serve() -> None:
+    illegal = make_evidence(Candidate.make("aten", "bmm"), "finalist", 2e-3)
+    test = LayoutDecision("tie", LEGAL.evidence[0].id, illegal.id, 1.0, 0.9, 1.1)
+    decision = msgspec.structs.replace(LEGAL, evidence=(*LEGAL.evidence, illegal), layouts={"": test})
+    assert "aten/bmm is not legal for it" in findings(decision)[0][0]
+
+
 def test_decisions_with_an_illegal_kernel_are_reported_and_excluded() -> None:
     reports: list[str] = []
     illegal = decision_of(Candidate.make("aten", "bmm"))

@@ -20,7 +20,18 @@ from gemmtune.tuning.plan_pool import (
     served_pool,
     surcharges_of,
 )
-from helpers.plans import LARGE, PLAIN, PLAIN_S, SMALL, decisions_at, simulated, staircase
+from helpers.plans import (
+    COMPOSITE,
+    HALF,
+    LARGE,
+    PLAIN,
+    PLAIN_S,
+    PROBLEM,
+    SMALL,
+    decisions_at,
+    simulated,
+    staircase,
+)
 
 TUNED = (1, 8, 48, 256)
 
@@ -142,6 +153,14 @@ def test_plain_op_is_atens_fastest_formulation_at_the_largest_m() -> None:
     *few, last = slow
     few = [with_row(decision, PLAIN.id, sample=None) for decision in few]
     assert [kernel.id for kernel in kernel_pool([*few, last]) if kernel.is_plain] == [PLAIN.id]
+
+
+def test_conversion_of_the_operands_is_no_plain_op_where_pytorch_has_an_operator() -> None:
+    for problem, plain in ((HALF, PLAIN.id), (PROBLEM, COMPOSITE.id)):
+        pool = kernel_pool(decisions_at([COMPOSITE], TUNED, problem))
+        assert [kernel.id for kernel in pool if kernel.is_plain] == [plain]
+        assert COMPOSITE.id in ids(pool)
+    assert ids(served_pool(decisions_at([COMPOSITE], TUNED, HALF))) == [PLAIN.id, COMPOSITE.id]
 
 
 # --- paired tests

@@ -22,6 +22,8 @@ from gemmtune.core.workloads import weight_only_problem
 from gemmtune.dispatch import current_target
 from gemmtune.dispatch.forms import choose_forms
 from gemmtune.dispatch.plan_layouts import rank_layouts_of_plan
+from gemmtune.dispatch.portfolio import build_plan
+from gemmtune.report import plan_rows
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, weight_session
 from gemmtune.tuning.plan_pool import PoolKernel
@@ -31,6 +33,8 @@ from gemmtune.tuning.worker_pool import BuildKernels
 from gemmtune.workers.contract import WorkerLost
 from helpers.gpus import H200
 from helpers.plans import (
+    COMPOSITE,
+    HALF,
     LARGE,
     PLAIN,
     PLAIN_S,
@@ -136,6 +140,27 @@ def test_kernel_slower_than_plain_does_not_serve(clock: FakeTime, store: MemoryS
     assert serving_kernels(plan) == {below.id, PLAIN.id}
     assert [interval.kernel for interval in plan.intervals[""]] == [below.id, PLAIN.id]
     assert 64 <= plan.intervals[""][0].last <= 99
+
+
+def test_conversion_of_the_operands_serves_where_pytorchs_operator_is_slower(clock: FakeTime) -> None:
+    """The operator is what kernels are compared with, and serves where the conversion takes longer."""
+    plain = staircase(2.0, 2.0)
+    kernels = [replace(COMPOSITE, seconds=staircase(12.0, 0.4))]
+    decisions, worker = decisions_at(kernels, TUNED, HALF, plain), FakeWorker(clock, kernels, plain)
+    store = MemoryStore()
+    session = PlanSession(HALF, current_target(), store, worker, decisions, RANGE, silent, 0, counts={})  # type: ignore[arg-type]
+    plan = session.run(5.0)
+    assert plan is not None
+    store.put_plan(current_target(), plan)  # which checks it
+    assert plan_rows.plain_kernel(plan) == plan.find(PLAIN.id)
+    served = {m: kernel.id for m in (1, 4, 16, 64, 512) if (kernel := plan.serving(m)) is not None}
+    assert served == {1: PLAIN.id, 4: PLAIN.id, 16: COMPOSITE.id, 64: COMPOSITE.id, 512: COMPOSITE.id}
+    conversion = plan.find(COMPOSITE.id)
+    assert conversion is not None
+    assert conversion.verdict == Verdict("within_bound", worst=0.25)
+    raw = build_plan(decisions, None, plan)
+    assert raw is not None
+    assert {m: raw.pick(m).candidate for m in (4, 64)} == {4: None, 64: COMPOSITE.candidate}
 
 
 def test_recorded_m_are_measured(clock: FakeTime, store: MemoryStore) -> None:

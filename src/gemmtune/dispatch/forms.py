@@ -15,6 +15,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, NamedTuple
 
+from ..core.problem import Problem
 from .plan_layouts import NO_SLOWER, limit, mean, mean_shares, plain_times, shares_of
 from .portfolio import (
     WORTHWHILE,
@@ -103,10 +104,10 @@ def _raw_shares(tuned: TunedPlan, faulty: Collection[str]) -> dict[int, float]:
     return shares_of(tuned, "", faulty) or dict.fromkeys(plain_times(tuned), 1.0)
 
 
-def _is_plain(tuned: TunedPlan, m: int, faulty: Collection[str]) -> bool:
-    """Whether plain PyTorch serves the raw weight at M, by a plan."""
+def _is_plain(tuned: TunedPlan, problem: Problem, m: int, faulty: Collection[str]) -> bool:
+    """Whether plain PyTorch serves the raw weight at M, by a plan. problem: the plan's."""
     kernel = tuned.serving(m)
-    return kernel is None or kernel.id in faulty or is_fallback_template(kernel.candidate)
+    return kernel is None or kernel.id in faulty or is_fallback_template(kernel.candidate, problem)
 
 
 def _ratios_of_points(packing: str, points: Sequence[TunedPoint]) -> dict[int, Ratio]:
@@ -125,9 +126,9 @@ def rank_by_plan(
     and less than any layout that may serve alone. Where plain PyTorch serves a weight in two forms, the call goes
     through gemmtune, too, so that its overhead counts. forms: of a layout. raw_kernels: as for ``rank_packings``.
     """
-    plain = plain_times(tuned)
+    plain, problem = plain_times(tuned), Problem.from_dict(tuned.problem)
     raw = {
-        m: share + (tuned.overhead_s / plain[m] if m in plain and _is_plain(tuned, m, faulty) else 0.0)
+        m: share + (tuned.overhead_s / plain[m] if m in plain and _is_plain(tuned, problem, m, faulty) else 0.0)
         for m, share in _raw_shares(tuned, faulty).items()
     }
     totals = {}

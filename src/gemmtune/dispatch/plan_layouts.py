@@ -7,6 +7,7 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ..core.plan_times import least_times, surcharge_at
+from ..core.problem import Problem
 from .portfolio import WORTHWHILE, is_fallback_template
 
 if TYPE_CHECKING:
@@ -55,8 +56,8 @@ def limit(tuned: TunedPlan, m: int) -> float:
 
 def plain_times(tuned: TunedPlan) -> dict[int, float]:
     """Return plain PyTorch's seconds by measured M; empty if it was timed nowhere."""
-    plain = (k.times for k in tuned.kernels if k.packing is None and is_fallback_template(k.candidate) and k.times)
-    return next(plain, {})
+    problem, raw = Problem.from_dict(tuned.problem), (k for k in tuned.kernels if k.packing is None and k.times)
+    return next((kernel.times for kernel in raw if is_fallback_template(kernel.candidate, problem)), {})
 
 
 def shares_of(tuned: TunedPlan, packing: str, faulty: Collection[str] = ()) -> dict[int, float]:
@@ -66,11 +67,11 @@ def shares_of(tuned: TunedPlan, packing: str, faulty: Collection[str] = ()) -> d
     if any(interval.kernel in faulty for interval in tuned.intervals.get(packing, ())):
         return {}
     reference = plain_times(tuned) or least_times(kernel.times for kernel in tuned.kernels)
-    shares = {}
+    problem, shares = Problem.from_dict(tuned.problem), {}
     for m, seconds in reference.items():
         kernel = tuned.serving(m, packing)
         if kernel is not None and m in kernel.times:
-            is_reference = packing == "" and is_fallback_template(kernel.candidate)
+            is_reference = packing == "" and is_fallback_template(kernel.candidate, problem)
             slower = kernel.surcharge * surcharge_at(tuned.surcharges, packing, m)
             served_s = kernel.times[m] if is_reference else kernel.times[m] * slower + tuned.overhead_s
             shares[m] = served_s / seconds

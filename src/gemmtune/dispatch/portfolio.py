@@ -77,17 +77,17 @@ def tuned_point(decision: Decision) -> TunedPoint:
     options: dict[str | None, Option] = {}
     for candidate_id in (*decision.alternatives.values(), decision.chosen):
         row = by_id.get(candidate_id or "")
-        option = None if row is None else _option(row, base)
+        option = None if row is None else _option(row, base, problem)
         if row is not None and option is not None:
             fastest = options.get(row.packing)
             if fastest is None or option.seconds < fastest.seconds:
                 options[row.packing] = option
     for packing, layout in decision.layouts.items():
-        options[packing or None] = _tested(layout, by_id, options.get(packing or None), base)
+        options[packing or None] = _tested(layout, by_id, options.get(packing or None), base, problem)
     raw_aten = [
         _seconds(row.sample, base)
         for row in decision.evidence
-        if row.packing is None and _eligible(row) and row.sample is not None and is_fallback_template(row.candidate)
+        if row.sample is not None and _eligible(row) and _runs_as_pytorch(row, problem)
     ]
     faulty = frozenset(row.id for row in decision.evidence if row.verdict is not None and row.verdict.kind in FAULTS)
     return TunedPoint(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
@@ -104,42 +104,57 @@ def without_raw(p: TunedPoint) -> TunedPoint:
     return p._replace(options={packing: option for packing, option in p.options.items() if packing is not None})
 
 
-def _tested(layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None) -> Option:
+def _tested(
+    layout: LayoutDecision, by_id: Mapping[str, Evidence], raced: Option | None, base: float | None, problem: Problem
+) -> Option:
     """Return the option of a layout that had a paired test. Its time is the baseline's times the worst ratio of all
     surroundings.
 
-    A layout whose candidate did not win is served by ``raced``, the candidate that was raced fastest in it.
+    A layout whose candidate did not win is served by ``raced``, the candidate that was raced fastest in it. On the raw
+    weight that is the baseline if it is not what plain PyTorch runs, which may be slower than both.
     """
     row, baseline = by_id[layout.candidate], by_id[layout.baseline]
-    own = _option(row, base)
+    own = _option(row, base, problem)
     if own is None or baseline.sample is None:
         raise ValueError(f"{layout.candidate!r} has a paired test and no sample")
     seconds = layout.worst_ratio * _seconds(baseline.sample, base)
     extra = own.seconds - _seconds(row.sample, base) if row.sample is not None else 0.0
-    if layout.outcome == "winner" or raced is None or raced.candidate == own.candidate:
-        won = layout.outcome == "winner"
-        return Option(own.candidate, seconds + extra, layout.ratio_hi, won, layout.overlap)
-    return raced if raced.candidate.backend == "aten" else raced._replace(won=False)
+    tested = Option(own.candidate, seconds + extra, layout.ratio_hi, layout.outcome == "winner", layout.overlap)
+    if tested.won:
+        return tested
+    if raced is not None and raced.candidate.backend == "aten":
+        return raced
+    serves_baseline = row.packing is None and baseline.packing is None and not _runs_as_pytorch(baseline, problem)
+    instead = _option(baseline, base, problem) if serves_baseline else None
+    if instead is not None:
+        return instead
+    return tested if raced is None or raced.candidate == own.candidate else raced._replace(won=False)
 
 
 def _eligible(row: Evidence) -> bool:
     return row.verdict is not None and row.verdict.ok
 
 
-def _option(row: Evidence, base: float | None) -> Option | None:
+def _option(row: Evidence, base: float | None, problem: Problem) -> Option | None:
     if not _eligible(row) or row.sample is None:
         return None
     candidate = Candidate.from_dict(row.candidate)
     # Kernels timed in a CUDA graph are to serve in graphs, which replay without Python.
     graph = row.sample.conditions.get("timed") == "graph"
-    extra = 0.0 if graph or (row.packing is None and is_fallback_template(row.candidate)) else SERVING_S
+    extra = 0.0 if graph or _runs_as_pytorch(row, problem) else SERVING_S
     unsure = UNRACED if row.stage == "screened" else 1.0
     return Option(candidate, unsure * _seconds(row.sample, base) + extra, row.sample.ratio_hi)
 
 
-def is_fallback_template(candidate: Mapping[str, Any]) -> bool:
-    """Whether a candidate (``Candidate.to_dict()``) is ATen's and runs what plain PyTorch runs on the raw weight."""
-    return candidate.get("backend") == "aten" and is_fallback(str(candidate.get("template")))
+def is_fallback_template(candidate: Mapping[str, Any], problem: Problem) -> bool:
+    """Whether a candidate (``Candidate.to_dict()``) is ATen's and runs what plain PyTorch runs on the raw weight of a
+    Problem."""
+    return candidate.get("backend") == "aten" and is_fallback(str(candidate.get("template")), problem)
+
+
+def _runs_as_pytorch(row: Evidence, problem: Problem) -> bool:
+    """Whether a candidate takes the raw weight, and runs what plain PyTorch runs on it."""
+    return row.packing is None and is_fallback_template(row.candidate, problem)
 
 
 def _baseline_seconds(evidence: Iterable[Evidence]) -> float | None:
@@ -313,7 +328,7 @@ def _known(plain_s: float) -> float:
 
 def is_plain_op(problem: Problem, candidate: Candidate) -> bool:
     """Whether a candidate computes what plain PyTorch computes for the Problem, by the same function."""
-    return is_fallback_template(candidate.to_dict()) and _is_plain(problem)
+    return is_fallback_template(candidate.to_dict(), problem) and _is_plain(problem)
 
 
 def _raw_entry(p: TunedPoint) -> PlanEntry:
@@ -326,6 +341,6 @@ def _raw_entry(p: TunedPoint) -> PlanEntry:
 def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:
     if option is None or not option.beats_aten:
         return None
-    if is_fallback_template(option.candidate.to_dict()):
+    if is_fallback_template(option.candidate.to_dict(), p.problem):
         return None if _is_plain(p.problem) else option.candidate
     return option.candidate if option.seconds < p.plain_s else None

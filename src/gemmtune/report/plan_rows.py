@@ -128,9 +128,10 @@ def measured_sizes(plan: TunedPlan) -> list[int]:
 
 def plain_kernel(plan: TunedPlan) -> PlanKernel | None:
     """Return the kernel that is what plain PyTorch runs on the unpacked weight; None if it was not timed."""
+    problem = Problem.from_dict(plan.problem)
     for kernel in plan.kernels:
         template = str(kernel.candidate.get("template"))
-        if kernel.packing is None and backend_name(kernel) == "aten" and is_fallback(template):
+        if kernel.packing is None and backend_name(kernel) == "aten" and is_fallback(template, problem):
             return kernel
     return None
 

@@ -54,6 +54,8 @@ def review(target: Target, record: Decision | TunedPlan) -> Review:
 def _served_by_decision(decision: Decision) -> Iterator[tuple[Problem, Evidence]]:
     problem = Problem.from_dict(decision.problem)
     tested = {layout.candidate for layout in decision.layouts.values()}
+    if "" in decision.layouts:  # its baseline may serve the raw weight, too
+        tested.add(decision.layouts[""].baseline)
     served = {*decision.alternatives.values(), *tested, decision.chosen}
     for row in decision.evidence:
         if row.id in served:

@@ -101,9 +101,10 @@ def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
     """
     times: dict[int, dict[str, float]] = {}
     for decision in decisions:
+        problem = Problem.from_dict(decision.problem)
         for row in timed_rows(decision.evidence):
-            if row.packing is None and row.id not in failed and is_fallback_template(row.candidate):
-                times.setdefault(int(decision.problem["m"]), {})[row.id] = _seconds(row)
+            if row.packing is None and row.id not in failed and is_fallback_template(row.candidate, problem):
+                times.setdefault(problem.m, {})[row.id] = _seconds(row)
     at_largest = times[max(times)] if times else {}
     return min(at_largest, key=lambda name: at_largest[name], default="")
 

@@ -46,9 +46,9 @@ def register(template: type[AtenKernel]) -> None:
     _digest.cache_clear()
 
 
-def is_fallback(template: str) -> bool:
-    """Whether a template of this name runs what plain PyTorch runs on the raw weight."""
-    return template in _BY_NAME and _BY_NAME[template].is_fallback
+def is_fallback(template: str, problem: Problem) -> bool:
+    """Whether a template of this name runs what plain PyTorch runs on the raw weight of a Problem."""
+    return template in _BY_NAME and _BY_NAME[template].runs_as_pytorch(problem.without_norm())
 
 
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:

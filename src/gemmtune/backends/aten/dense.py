@@ -26,7 +26,7 @@ from .kernel import (
     require_layout,
     why_not_packable,
 )
-from .quantized import dequantize
+from .quantized import IntMm, dequantize
 from .steps import dtype_name, dtype_of
 
 # M for which oneDNN chooses the blocked layout. Its choice was the same for every M measured, from 1 to 256.
@@ -213,6 +213,21 @@ class Composite(AtenKernel):
     family = ("mm", "bmm", "int_mm", "mixed_mm", "scaled_mm")
 
     @classmethod
+    def runs_as_pytorch(cls, problem: Problem) -> bool:
+        """Whether plain PyTorch computes the Problem so: where there is nothing to convert, and where ``torch.mm``,
+        ``torch.bmm`` or ``torch._int_mm`` does not compute it. On a CPU with AVX2 these take up to eight times as long
+        with 128 rows of bfloat16 or int8: this template is then a kernel that is faster than PyTorch.
+
+        Weight-only and fp8 products always count: ``_weight_int8pack_mm`` takes 20 times as long with 512 rows of
+        float32, so that ``dispatch/fallback.py`` calls it for few rows only, and which products ``_scaled_mm`` takes
+        depends on the GPU.
+        """
+        operator = _OPERATORS.get(problem.family)
+        if operator is None or problem.a.dtype == cls.product_dtype(problem):
+            return True
+        return bool(operator.why_illegal(problem, {}) or operator.why_unsupported_on_cpu(problem, {}))
+
+    @classmethod
     def product_dtype(cls, problem: Problem) -> str:
         return {"int_mm": "int32"}.get(problem.family, "float64" if problem.acc == "float64" else "float32")
 
@@ -230,6 +245,11 @@ class Composite(AtenKernel):
         width = dtype_of(self.product_dtype(self.problem))
         weight = dequantize(b, width) if isinstance(b, QuantWeight) else b.to(width)
         return torch.matmul(a.to(width), weight)
+
+
+# The operators of the families whose operands plain PyTorch converts only where the operator does not take them. What
+# ``torch._int_mm`` does not take on GPUs is padded instead (``IntMmPadded``).
+_OPERATORS: dict[str, type[AtenKernel]] = {"mm": Mm, "bmm": Bmm, "int_mm": IntMm}
 
 
 def is_dense_layout(layout: str) -> bool:

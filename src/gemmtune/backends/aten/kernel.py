@@ -35,7 +35,8 @@ class AtenKernel(Kernel):
     product.
 
     device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
-    op on an unpacked weight. accumulator: the dtype of the product; empty for that of A.
+    op on an unpacked weight, for some Problems at least (``runs_as_pytorch``). accumulator: the dtype of the product;
+    empty for that of A.
     """
 
     template: ClassVar[str]
@@ -94,6 +95,12 @@ class AtenKernel(Kernel):
                 return f"torch {torch.__version__} has no operator _{name}"
         reason = cls.why_unsupported(problem, config)
         return reason or remaining_epilogue(problem, cls.product_dtype(problem), cls.fused_prefix(problem))[1]
+
+    @classmethod
+    def runs_as_pytorch(cls, problem: Problem) -> bool:
+        """Whether plain PyTorch runs the same op for this Problem on an unpacked weight. The answer must not depend on
+        M: a plan for a range of M has one op of PyTorch's."""
+        return cls.is_fallback
 
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
