@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
-from gemmtune.backends.cuda.fitted import fitted_size, tile_sizes
+from gemmtune.backends.cuda.fitted import FittedTiles
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import decode_kernels
 from gemmtune.backends.gpu.rules import device_limits
@@ -89,16 +89,17 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
         "fitted": 1,
         **({"split": blocks} if template == "mixed" else {"split": 1, "cluster": blocks}),
     }
-    size, sizes = fitted_size(template, m, n, multiprocessors, config), tile_sizes(template, config)
-    assert size in sizes
-    assert (sizes[0] <= largest // 3 + 16, sizes[-1]) == (True, largest)
+    tiles = FittedTiles(template, config, n, multiprocessors)
+    size, every_size = tiles.size_at(m), (*range(16, largest, 16), largest)
+    assert tiles.sizes[-1] == largest
 
     def rounds(size: int) -> int:
         rows, columns = (size, bn) if template == "mixed" else (bm, size * blocks)
         return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / (multiprocessors // blocks))
 
     assert rounds(size) == rounds(largest)
-    assert all(rounds(smaller) > rounds(largest) for smaller in sizes if smaller < size)
+    least = max(32, largest / 3 if template == "mixed" else 0)  # smaller ones are not built
+    assert all(rounds(smaller) > rounds(largest) for smaller in every_size if least <= smaller < size)
 
 
 FITTED_PROBLEMS = {
@@ -122,7 +123,8 @@ def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(name: str, m: i
         assert not backend.why_illegal(problem, candidate, H200)
         path = backend.code_paths(problem, candidate, H200)
         assert path is not None
-        assert path(m) in tile_sizes(candidate.template, dict(candidate.config))
+        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, 132)
+        assert path(m) == tiles.size_at(m)
     assert backend.code_paths(problem, next(iter(listed)), H200) is None
 
 
@@ -132,7 +134,8 @@ def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> No
     for candidate in backend.plan_candidates(problem, H200):
         axis = "bm" if candidate.template == "mixed" else "bn"
         copies = space.copies(problem, candidate.template, candidate.config, device)
-        assert [copy[axis] for copy in copies] == list(tile_sizes(candidate.template, dict(candidate.config)))
+        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, device.multiprocessors)
+        assert [copy[axis] for copy in copies] == list(tiles.sizes)
         assert {**copies[-1], "fitted": 1} == dict(candidate.config)
         why_illegal = space._why_mixed_illegal if candidate.template == "mixed" else space._why_slab_illegal
         assert not [reason for copy in copies if (reason := why_illegal(problem, device, copy))]

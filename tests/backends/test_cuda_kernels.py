@@ -19,7 +19,7 @@ import torch
 from gemmtune.backends.base import CAPTURE_FACTS
 from gemmtune.backends.cuda import CudaBackend, space
 from gemmtune.backends.cuda import source as cuda_source
-from gemmtune.backends.cuda.fitted import fitted_size
+from gemmtune.backends.cuda.fitted import FittedTiles
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
@@ -65,7 +65,8 @@ class Emulator:
         return self.load(problem, Candidate.make("cuda", "mixed", **config))
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
-        configs = space.copies(problem, candidate.template, candidate.config, space.device_limits(H200))
+        device = replace(space.device_limits(H200), multiprocessors=6)
+        configs = space.copies(problem, candidate.template, candidate.config, device)
         built = [self._build(problem, candidate.template, config) for config in configs]
         libraries = {str(path).encode(): ctypes.CDLL(str(path)) for path, _ in built}
 
@@ -388,8 +389,9 @@ FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, int]]] = {
 def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, name: str) -> None:
     template, problem, config, size_at = FITTED[name]
     config = {**(MIXED_CONFIG if template == "mixed" else SLAB_CONFIG), **config, "fitted": 1}
+    tiles = FittedTiles(template, config, problem.n, 6)
+    assert {m: tiles.size_at(m) for m in size_at} == size_at
     kernel = emulator.load(problem, Candidate.make("cuda", template, **config))
-    assert {m: fitted_size(template, m, problem.n, 6, config) for m in size_at} == size_at
     for m in size_at:
         problem = kernel.problem.with_m(m)
 

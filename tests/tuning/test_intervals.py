@@ -555,6 +555,19 @@ def test_next_size_is_beside_a_step_of_the_tile_if_the_gap_has_one(
     assert intervals.next_size(curves, Gap(*gap, 1.0, 1.0)) == expected
 
 
+def test_next_size_is_the_first_after_a_full_row_of_tiles_that_the_plain_op_serves() -> None:
+    for a, is_plain, expected in ((128, True, 129), (128, False, 257), (130, True, 256), (192, True, 193)):
+        curves = sample_curves({"k": staircase(1.0, 1.0, 64)}, (a, 400), steps={"k": 64})
+        assert intervals.next_size(curves, Gap(a, 400, 1.0, 1.0, is_plain)) == expected
+
+
+def test_gaps_tell_whether_the_plain_op_serves_them() -> None:
+    times = {"k": {64: 1.0, 128: 2.0, 192: 2.0, 400: 4.0}, "p": {64: 3.0, 128: 2.0, 192: 3.0, 400: 5.0}}
+    curves = Curves(1, 400, times, "p")
+    found = {gap.a: gap.is_plain for gap in intervals.gaps(curves, serve(curves))}
+    assert found == {64: False, 128: True, 192: False}
+
+
 def test_next_size_is_odd_where_asked() -> None:
     curves = sample_curves({"k": staircase(1.0, 1.0)}, (64, 256))
     gap = Gap(64, 256, 1.0, 1.0)

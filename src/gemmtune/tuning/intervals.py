@@ -505,12 +505,14 @@ def expected_losses(
 @dataclass(frozen=True)
 class Gap:
     """Two neighboring measured M with others between them. loss: the share of time that choosing a kernel there without
-    a measurement may lose. urgency: the loss times the share of calls in the gap."""
+    a measurement may lose. urgency: the loss times the share of calls in the gap. is_plain: whether ATen's plain op
+    serves all of it because it serves ``a``."""
 
     a: int
     b: int
     loss: float
     urgency: float
+    is_plain: bool = False
 
 
 def gaps(curves: Curves, points: Mapping[int, str]) -> list[Gap]:
@@ -520,7 +522,7 @@ def gaps(curves: Curves, points: Mapping[int, str]) -> list[Gap]:
     for a, b in itertools.pairwise(sizes):
         if b - a > 1:
             loss = _possible_loss(curves, points, a, b)
-            found.append(Gap(a, b, loss, loss * weight(a + 1, b - 1)))
+            found.append(Gap(a, b, loss, loss * weight(a + 1, b - 1), points[a] == curves.plain))
     return sorted(found, key=lambda gap: -gap.urgency)
 
 
@@ -576,6 +578,10 @@ def next_size(curves: Curves, gap: Gap, odd: bool = True) -> int:
     A row of tiles is full at the last M before a step, and has a single row of the output at the first M after it.
     Beside ATen's kernels, which have other tiles, a kernel is usually fast at one and slow at the other. The M is of
     the kind that the gap's ends are not; of either kind, in turn along M, where that does not decide.
+
+    Where ATen's plain op serves the gap after a full row of tiles, the M is the next one: the plain op's time often
+    jumps there, too, and then a kernel serves the whole gap. fp8 4096x4096 at M = 3118 was served by the plain op at
+    1.14 of a kernel's time (H100), since they were alike at M = 2944.
     """
     middle = math.sqrt(gap.a * gap.b) if gap.b > _NARROW * gap.a else (gap.a + gap.b) / 2
     ranked = sorted(curves.times, key=lambda name: curves.times[name].get(gap.b, math.inf))
@@ -583,6 +589,8 @@ def next_size(curves: Curves, gap: Gap, odd: bool = True) -> int:
         rows = curves.steps.get(name, 1)
         if rows == 1:
             continue
+        if gap.is_plain and gap.a % rows == 0:
+            return gap.a + 1
         ends = (gap.a % rows, gap.b % rows)
         is_first = ends.count(0) > ends.count(1) if ends.count(0) != ends.count(1) else int(middle // rows) % 2 == 0
         edges = [rows * (int(middle // rows) + step) + is_first for step in (0, 1)]

@@ -3,6 +3,8 @@ of their tiles. The host chooses one of them by M, so that blocks divide the out
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable
 from typing import Any
 
 from ...core.problem import Problem
@@ -21,29 +23,45 @@ def is_fitted(config: dict[str, Any]) -> bool:
     return bool(config.get("fitted"))
 
 
-def tile_sizes(template: str, config: dict[str, Any]) -> tuple[int, ...]:
-    """Return the sizes that a fitted kernel's tiles may have along the axis that is fitted (rows of ``mixed``, columns
-    of ``slab``), ascending: that of the config, and the multiples of 16 below it down to a third of it."""
-    most = int(config[_AXES[template]])
-    return (*range(-(-most // (3 * _STEP)) * _STEP, most, _STEP), most)
+class FittedTiles:
+    """The tiles of a fitted kernel whose output has N columns, on a device with a number of multiprocessors.
 
-
-def fitted_size(template: str, m: int, n: int, multiprocessors: int, config: dict[str, Any]) -> int:
-    """Return the size of a fitted kernel's tiles for an [M, N] output: the least with which the blocks need no more
-    rounds than with the largest.
-
-    A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take longer.
+    sizes: those that are built, along the axis that is fitted (rows of ``mixed``, columns of ``slab``), ascending.
     """
-    cluster = int(config.get("cluster", 1))  # blocks side by side along N
-    clusters = max(1, multiprocessors // (cluster * config["split"]))
-    bm, bn, sizes = config["bm"], config["bn"] * cluster, tile_sizes(template, config)
 
-    def rounds(size: int) -> int:
-        rows, columns = (size, bn) if template == MIXED else (bm, size * cluster)
-        return int(-(-(-(-m // rows) * -(-n // columns)) // clusters))
+    def __init__(
+        self, template: str, config: dict[str, Any], n: int, multiprocessors: int, sizes: Iterable[int] = ()
+    ) -> None:
+        self._template, self._n, self._bm, self._bn = template, n, int(config["bm"]), int(config["bn"])
+        self._cluster = int(config.get("cluster", 1))  # blocks side by side along N
+        self._clusters = max(1, multiprocessors // (self._cluster * int(config["split"])))
+        self.sizes = tuple(sizes) or self._useful_sizes(int(config[_AXES[template]]))
 
-    fewest = rounds(sizes[-1])
-    return next(size for size in sizes if rounds(size) <= fewest)
+    def _useful_sizes(self, most: int) -> tuple[int, ...]:
+        """Return ``most`` and the multiples of ``_STEP`` below it that may be the least for some M.
+
+        Of ``slab``, one row of tiles has the least columns if a round of blocks is enough for it; with more rounds
+        tiles have more than half of ``most``. Tiles of ``mixed`` have no fewer than a third: TMA loads no rows that A
+        does not have.
+        """
+        least = most / 3
+        if self._template == SLAB:
+            least = min(self._n / (self._clusters * self._cluster), most / 2)
+        return (*range(max(2, math.ceil(least / _STEP)) * _STEP, most, _STEP), most)
+
+    def size_at(self, m: int) -> int:
+        """Return the size of the tiles for M rows: the least with which the blocks need no more rounds than with the
+        largest.
+
+        A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
+        longer.
+        """
+        fewest = self._rounds(m, self.sizes[-1])
+        return next(size for size in self.sizes if self._rounds(m, size) <= fewest)
+
+    def _rounds(self, m: int, size: int) -> int:
+        rows, columns = (size, self._bn) if self._template == MIXED else (self._bm, size)
+        return -(-(-(-m // rows) * -(-self._n // (columns * self._cluster))) // self._clusters)
 
 
 def copy_at(problem: Problem, template: str, config: dict[str, Any], size: int, shared: int) -> dict[str, Any]:
@@ -51,13 +69,3 @@ def copy_at(problem: Problem, template: str, config: dict[str, Any], size: int, 
     of shared memory."""
     copy = {name: value for name, value in config.items() if name != "fitted"} | {_AXES[template]: size}
     return copy | {"stages": min(MAX_STAGES, _STAGES[template](problem, copy, shared))}
-
-
-def copy_for(
-    problem: Problem, template: str, config: dict[str, Any], multiprocessors: int, shared: int
-) -> dict[str, Any]:
-    """Return the config of the copy that serves the Problem's M; the config itself where tiles are not fitted."""
-    if not is_fitted(config):
-        return config
-    size = fitted_size(template, problem.m, problem.n, multiprocessors, config)
-    return copy_at(problem, template, config, size, shared)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from ...core.problem import Problem
 from ..gpu.artifact import Header
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.kernel import GridKernel, LoadedCubin, TmaKernel
-from .fitted import fitted_size, is_fitted, tile_sizes
+from .fitted import FittedTiles, is_fitted
 
 
 class Skinny(GridKernel):
@@ -38,18 +39,22 @@ class _MaybeFitted(TmaKernel):
         self._config = dict(candidate.config)
         self._copies: dict[int, LoadedCubin] = {}
         if is_fitted(self._config):
-            *sizes, largest = tile_sizes(candidate.template, self._config)
-            self._copies = {size: LoadedCubin(*part) for size, part in zip(sizes, parts[:-1], strict=True)}
-            self._copies[largest] = self.function
+            self._copies = {self._size_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
+            self._copies[self._size_of(self.header)] = self.function
 
-    def _size(self, m: int, device: int, fixed: int) -> int:
-        """Return the size of the tiles that is fitted to M; ``fixed`` where none is."""
+    @abstractmethod
+    def _size_of(self, header: Header) -> int:
+        """Return the size of a cubin's tiles along the axis that may be fitted."""
+
+    def _size(self, m: int, device: int) -> int:
+        """Return the size of the tiles for M rows along the axis that may be fitted."""
         if not self._copies:
-            return fixed
-        return fitted_size(self.candidate.template, m, self.problem.n, _multiprocessors(device), self._config)
+            return self._size_of(self.header)
+        template, n, sizes = self.candidate.template, self.problem.n, self._copies
+        return FittedTiles(template, self._config, n, _multiprocessors(device), sizes).size_at(m)
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:
-        return self._copies[self._size(m, device, 0)] if self._copies else self.function
+        return self._copies[self._size(m, device)] if self._copies else self.function
 
 
 class Mixed(_MaybeFitted):
@@ -59,8 +64,11 @@ class Mixed(_MaybeFitted):
         self._split = int(config["split"])
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
 
+    def _size_of(self, header: Header) -> int:
+        return header.descriptors["a_desc"].block[0]
+
     def _program_count(self, m: int, device: int) -> int:
-        return -(-m // self._size(m, device, self._bm)) * self._tiles_n * self._split
+        return -(-m // self._size(m, device)) * self._tiles_n * self._split
 
 
 class Slab(_MaybeFitted):
@@ -71,9 +79,11 @@ class Slab(_MaybeFitted):
         self._cluster, self._split = int(config["cluster"]), int(config["split"])
         return int(config["bm"]), int(config["bn"]), 0
 
+    def _size_of(self, header: Header) -> int:
+        return header.descriptors["b_desc"].block[0] * (2 if self.problem.gate is not None else 1)
+
     def _program_count(self, m: int, device: int) -> int:
-        columns = self._size(m, device, self._bn)
-        groups = -(-m // self._bm) * -(-self.problem.n // (columns * self._cluster))
+        groups = -(-m // self._bm) * -(-self.problem.n // (self._size(m, device) * self._cluster))
         if self._split > 1:
             return groups * self._split
         return int(self._cluster * max(1, min(groups, _multiprocessors(device) // self._cluster)))

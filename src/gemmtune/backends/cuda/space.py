@@ -49,7 +49,7 @@ from .block import (
     slab_warps,
 )
 from .epilogue import TYPES, scale_group, vector_words
-from .fitted import MAX_STAGES, copy_at, copy_for, fitted_size, is_fitted, tile_sizes
+from .fitted import MAX_STAGES, FittedTiles, copy_at, is_fitted
 from .source import MIXED, SKINNY, SLAB, elements_per_load
 
 NAME = "cuda"
@@ -160,7 +160,8 @@ def copies(
     whole = dict(config)
     if not is_fitted(whole):
         return [whole]
-    return [copy_at(problem, template, whole, size, device.shared) for size in tile_sizes(template, whole)]
+    sizes = FittedTiles(template, whole, problem.n, device.multiprocessors).sizes
+    return [copy_at(problem, template, whole, size, device.shared) for size in sizes]
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
@@ -189,7 +190,10 @@ def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float
 def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated seconds of a call, with the copy for M where tiles are fitted."""
     *_, seconds = _spaces()[template]
-    return seconds(problem, device, copy_for(problem, template, config, device.multiprocessors, device.shared))
+    if is_fitted(config):
+        size = FittedTiles(template, config, problem.n, device.multiprocessors).size_at(problem.m)
+        config = copy_at(problem, template, config, size, device.shared)
+    return seconds(problem, device, config)
 
 
 def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
@@ -197,8 +201,7 @@ def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callab
     config = dict(candidate.config)
     if not is_fitted(config):
         return None
-    multiprocessors = device_limits(target).multiprocessors
-    return lambda m: fitted_size(candidate.template, m, problem.n, multiprocessors, config)
+    return FittedTiles(candidate.template, config, problem.n, device_limits(target).multiprocessors).size_at
 
 
 @functools.cache
@@ -495,7 +498,8 @@ def _fitted_mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[di
                 if config["stages"] >= least_stages and not _why_mixed_illegal(problem, device, config)
             )
             for config in itertools.islice(legal, 2):
-                if config["bm"] not in listed and problem.m > tile_sizes(MIXED, config)[0]:
+                tiles = FittedTiles(MIXED, config, problem.n, device.multiprocessors)
+                if config["bm"] not in listed and problem.m > tiles.sizes[0]:
                     listed.add(config["bm"])
                     yield config
                 if not config["bm"] % 16:
