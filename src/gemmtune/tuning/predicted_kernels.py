@@ -245,22 +245,26 @@ def predict_kernels(
     for kernel in pool:
         best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[kernel.id][m]) for m in grid}
         options.pop(kernel.id, None)
+
+    def gains_of(kernel: PoolKernel) -> dict[int, float]:
+        """Return the gain of a kernel, weighted, at the M where it is worth counting."""
+        gains = {m: _gain(best[kernel.packing, m], seconds[kernel.id][m]) for m in grid}
+        return {m: weights[m] * gain for m, gain in gains.items() if gain > _LEAST_GAIN}
+
     chosen: list[PoolKernel] = []
+    worth = {name: sum(gains_of(kernel).values()) for name, kernel in options.items()}
     while options and len(chosen) < limit:
-        gains = {
-            name: {m: _gain(best[kernel.packing, m], seconds[name][m]) for m in grid}
-            for name, kernel in options.items()
-        }
-        worth = {
-            name: sum(weights[m] * gain for m, gain in by_m.items() if gain > _LEAST_GAIN)
-            for name, by_m in gains.items()
-        }
+        # What a kernel is worth only falls as others are chosen: what the first is worth now decides.
         name = max(worth, key=lambda item: worth[item])
-        if worth[name] <= 0.0:
+        gains = gains_of(options[name])
+        if sum(gains.values()) < worth[name]:
+            worth[name] = sum(gains.values())
+            continue
+        if not gains:
             break
         kernel = options.pop(name)
-        worthy = [m for m in grid if gains[name][m] > _LEAST_GAIN]
-        kernel.predicted_for = _sizes_to_time(sorted(worthy, key=lambda m: -weights[m] * gains[name][m]))
+        del worth[name]
+        kernel.predicted_for = _sizes_to_time(sorted(gains, key=lambda m: -gains[m]))
         best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[name][m]) for m in grid}
         chosen.append(kernel)
     variants = (_variant(kernel, options.values(), seconds) for kernel in chosen[:_VARIED])
@@ -311,7 +315,8 @@ class _TimeModel:
     """
 
     def __init__(self, problem: Problem, target: Target, decisions: Sequence[Decision]) -> None:
-        self._problem, self._target = problem, target
+        self._target = target
+        self._at = functools.cache(problem.with_m)
         ratios: dict[_Template, dict[int, list[float]]] = {}
         of_variants: dict[tuple[_Template, int, _Config], list[float]] = {}
         for decision in decisions:
@@ -334,7 +339,7 @@ class _TimeModel:
             return math.inf
         scales = self.scales[template]
         backend = backends.get(kernel.candidate.backend)
-        estimate = backend.estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
+        estimate = backend.estimated_s(self._at(m), kernel.candidate, self._target)
         nearest = min(scales, key=lambda tuned: abs(math.log(tuned / m)))
         scale = self._variants.get((template, nearest, _apart_from_tile(kernel.candidate)), scales[nearest])
         return math.inf if not estimate else scale * estimate

@@ -16,6 +16,9 @@ TYPES = {
 }  # fmt: skip
 
 
+_NO_VECTORS = ("full", "inner")  # axes of tensors that are not loaded as vectors
+
+
 @dataclass(frozen=True, slots=True)
 class Vector:
     """A vector that the epilogue reads, and where a kernel stores it in shared memory (vectors.cu).
@@ -65,25 +68,39 @@ class Vector:
 def epilogue_vectors(problem: Problem, rows: int, columns: int, threads: int) -> dict[str, Vector]:
     """Return the vectors of a tile, or of a group's part of a tile, with so many rows and columns, by their pointers'
     names."""
-    loaded: list[tuple[str, str, str, bool]] = []
-    if problem.b.quant is not None and not scale_group(problem):
-        loaded.append(("s_ptr", problem.b.quant.scale_dtype, "col", False))
     float_index = float_at(problem) if problem.family == "int_mm" else 0
-    for index, step in enumerate(problem.epilogue):
-        if step.takes_tensor and step.axis not in ("full", "inner"):
-            loaded.append((f"t{index}", str(step.dtype), step.axis, index < float_index))
+    loaded = [
+        (f"t{index}", str(step.dtype), step.axis, index < float_index)
+        for index, step in enumerate(problem.epilogue)
+        if step.takes_tensor and step.axis not in _NO_VECTORS
+    ]
+    if _has_vector_of_scales(problem) and problem.b.quant is not None:
+        loaded.insert(0, ("s_ptr", problem.b.quant.scale_dtype, "col", False))
     vectors: dict[str, Vector] = {}
     offset = 0
     for name, dtype, axis, integer in loaded:
-        count = {"row": rows, "col": columns}.get(axis, 1)
+        count = _length(axis, rows, columns)
         vectors[name] = Vector(name, TYPES[dtype], axis, count, threads, offset, integer, problem.gate is not None)
         offset += count
     return vectors
 
 
 def vector_words(problem: Problem, rows: int, columns: int) -> int:
-    """Return the words of shared memory for the epilogue's vectors, for so many rows and columns."""
-    return sum(vector.count for vector in epilogue_vectors(problem, rows, columns, 1).values())
+    """Return the words of shared memory for the epilogue's vectors (``epilogue_vectors``), for so many rows and
+    columns. Search spaces ask for it for each configuration."""
+    steps = (step for step in problem.epilogue if step.takes_tensor and step.axis not in _NO_VECTORS)
+    words = sum(_length(step.axis, rows, columns) for step in steps)
+    return words + (columns if _has_vector_of_scales(problem) else 0)
+
+
+def _length(axis: str, rows: int, columns: int) -> int:
+    """Return the elements of a vector along an axis of a tile."""
+    return rows if axis == "row" else columns if axis == "col" else 1
+
+
+def _has_vector_of_scales(problem: Problem) -> bool:
+    """Whether the final sums are multiplied by the weight's scales."""
+    return problem.b.quant is not None and not scale_group(problem)
 
 
 def scale_group(problem: Problem) -> int:
