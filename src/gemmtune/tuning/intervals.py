@@ -19,8 +19,8 @@ from ..core.tuned_plan import PlanInterval
 # Kernels of a layout, ATen's plain op not counted. Of the kernels that eight plans of fp8, int8 and int4 weights had
 # timed on an H200 and H100s, the best 8 are 1.3% to 5.9% slower than all in the mean over M, the best 10 0.6% to 3.8%.
 MAX_KERNELS = 10
-MEAN_REGRET = 0.01  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
-_WORTH = 0.003
+MEAN_REGRET = 0.007  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
+_WORTH = 0.002
 _BEYOND = 3.0  # what exceeds the bound adds this multiple of itself to the regret
 _EXCESS = 1e3  # the cost of a regret above the bound, at an M of any weight
 _SWITCH = 0.004  # the regret, at an M of average weight, that a change of kernels between two M must save
