@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import importlib.util
 from contextlib import nullcontext
 from dataclasses import replace
 from types import SimpleNamespace
@@ -23,10 +22,9 @@ from gemmtune.core.errors import KernelError
 from gemmtune.core.workloads import bmm_problem, build
 from gemmtune.verify.inputs import make_inputs
 from helpers import gpus
-from helpers.gpus import H200, MI300X, PROBLEM_OF_DTYPE
+from helpers.gpus import H200, HAS_TRITON, MI300X, PROBLEM_OF_DTYPE, needs_triton
 
 BACKEND = TritonBackend()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
 STREAM = 9
 
 
@@ -64,7 +62,7 @@ def test_aten_candidates_are_legal_on_rocm() -> None:
         assert gpus.legal_candidates(backends.get("aten"), PROBLEM_OF_DTYPE[dtype], MI300X)
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@needs_triton
 @pytest.mark.parametrize("dtype", ["bf16", "int8", "int8wo", "int4wo"])
 @pytest.mark.parametrize(("arch", "lanes"), [("gfx942", 64), ("gfx90a", 64), ("gfx1100", 32)])
 def test_cross_compiling_for_amd_gpus(dtype: str, arch: str, lanes: int) -> None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -15,22 +15,20 @@ import pytest
 import torch
 
 from gemmtune import backends
+from gemmtune.backends import triton
 from gemmtune.backends.gpu import artifact
 from gemmtune.backends.gpu.int4 import INT4_BLOCKS, int4_layout, shuffle_int4, unshuffle_int4
 from gemmtune.backends.triton import TritonBackend, compiler
 from gemmtune.backends.triton.cost import Work, seconds
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
-from gemmtune.core.errors import KernelError
+from gemmtune.core.errors import KernelError, UnsupportedError
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
 from helpers import gpus
-from helpers.gpus import A100, H200, PROBLEM_OF_DTYPE
-
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-needs_triton = pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+from helpers.gpus import A100, H200, HAS_TRITON, PROBLEM_OF_DTYPE, needs_triton
 
 
 def legal_candidates(problem: Problem, target: Target = H200) -> list[Candidate]:
@@ -128,6 +126,37 @@ def test_unavailable_backend_has_a_reason() -> None:
     assert "runs on GPUs" in backend.available(Target("cpu", "x", "x86_64")).reason
     assert "needs compute capability 8.0" in backend.available(replace(H200, capability="7.5")).reason
     assert bool(backend.available(H200)) == HAS_TRITON
+
+
+@pytest.mark.parametrize(
+    ("version", "reason"),
+    [
+        ("", "Triton is not installed"),
+        ("3.5.1", "needs Triton 3.6 or newer, .*; Triton 3.5.1 is installed"),
+        ("2.9.0 with V12.9.86", "Triton 2.9.0 with V12.9.86 is installed"),
+        ("3.6.0", ""),
+        ("3.6.0 with V12.9.86", ""),
+        ("3.10.0+git0123abcd", ""),
+        ("4.0.0", ""),
+        ("nightly", ""),
+    ],
+)
+def test_backend_needs_a_triton_with_which_its_kernels_ran(
+    version: str, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton, "triton_version", lambda: version)
+    available = TritonBackend().available(H200)
+    assert bool(available) == (not reason)
+    assert re.search(reason, available.reason)
+    assert TritonBackend().versions(H200) == ({} if reason else {"triton": version})
+
+
+def test_kernels_are_not_compiled_by_an_older_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = PROBLEM_OF_DTYPE["bf16"]
+    spec = compiler.make_spec(problem, first_candidate(problem, "tiled"))
+    monkeypatch.setattr(compiler, "triton_version", lambda: "3.5.1")
+    with pytest.raises(UnsupportedError, match=r"Triton 3\.5\.1 is installed"):
+        compiler.compile_spec(spec, H200)
 
 
 def test_estimated_time_grows_with_the_problem() -> None:

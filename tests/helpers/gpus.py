@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+import pytest
+
 from gemmtune.backends.base import Backend
+from gemmtune.backends.triton.compiler import triton_version, why_unusable
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -20,6 +25,8 @@ PROBLEM_OF_DTYPE = {
     "int8wo": weight_only_problem(16, 4096, 4096),
     "int4wo": weight_only_problem(16, 4096, 4096, bits=4, group=128),
 }
+HAS_TRITON = importlib.util.find_spec("triton") is not None and not why_unusable(triton_version())
+needs_triton = pytest.mark.skipif(not HAS_TRITON, reason=why_unusable(triton_version()))
 # Config of the CUDA backend's template ``skinny`` for up to 8 rows.
 SKINNY = {"bm": 8, "bn": 32, "side": 1, "warps": 4, "depth": 1, "split": 1}
 

@@ -19,6 +19,7 @@ from gemmtune.inductor.int4pack_time import operator_s
 from gemmtune.store import MemoryStore
 from helpers.graphs import prefer, run_pass, trace
 from helpers.int4pack import GROUP, Int4Linear, Int4Weight, int4_weight
+from helpers.torchao_modules import REASON, SKIPPED
 
 pytestmark = pytest.mark.usefixtures("fresh_compiler")
 
@@ -146,7 +147,7 @@ def test_emulated_roundings_are_the_operators() -> None:
 
 @pytest.mark.usefixtures("torch_s")
 def test_linears_that_torchao_quantised_are_problems(monkeypatch: pytest.MonkeyPatch) -> None:
-    prototype = pytest.importorskip("torchao.prototype.quantization.int4", reason="pip install torchao")
+    prototype = pytest.importorskip("torchao.prototype.quantization.int4", reason=REASON, exc_type=SKIPPED)
     from torchao.quantization import quantize_
 
     torch.manual_seed(0)

@@ -15,8 +15,9 @@ import gemmtune
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
 from helpers.graphs import prefer, run_pass, trace
+from helpers.torchao_modules import REASON, SKIPPED
 
-pytest.importorskip("torchao", reason="pip install torchao")
+pytest.importorskip("torchao", reason=REASON, exc_type=SKIPPED)
 from torchao import quantization as ao
 from torchao.quantization.granularity import PerAxis, PerGroup
 from torchao.quantization.quant_primitives import MappingType

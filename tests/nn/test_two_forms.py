@@ -27,6 +27,7 @@ from gemmtune.nn.packed_tensor import PackedTensor
 from gemmtune.store import MemoryStore
 from helpers.plans import PLAIN_S, SimulatedKernel, planted_plan
 from helpers.serving import TOY_RUNS, evidence, register, store_decision, toy
+from helpers.torchao_modules import REASON, SKIPPED
 from helpers.tuned_models import Mlp
 
 optimize_module: Any = importlib.import_module("gemmtune.nn.optimize")
@@ -499,7 +500,7 @@ def test_raw_form_is_served_on_its_device_only(model: nn.Module) -> None:
 @pytest.fixture
 def quantised(own_store: MemoryStore) -> tuple[nn.Module, nn.Module]:
     """Return a model that torchao quantised to int8 weights and activations, and a copy that keeps both forms."""
-    ao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    ao = pytest.importorskip("torchao.quantization", reason=REASON, exc_type=SKIPPED)
     torch.manual_seed(0)
     plain = nn.Sequential(nn.Linear(32, 48)).eval()
     ao.quantize_(plain, ao.Int8DynamicActivationInt8WeightConfig())
@@ -530,7 +531,7 @@ def test_compiled_int8_weight_has_two_forms(quantised: tuple[nn.Module, nn.Modul
 
 def test_loaded_int8_values_reach_both_forms(quantised: tuple[nn.Module, nn.Module]) -> None:
     model, _ = quantised
-    ao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    ao = pytest.importorskip("torchao.quantization", reason=REASON, exc_type=SKIPPED)
     other = nn.Sequential(nn.Linear(32, 48)).eval()
     ao.quantize_(other, ao.Int8DynamicActivationInt8WeightConfig())
     model.load_state_dict(other.state_dict())
@@ -538,7 +539,7 @@ def test_loaded_int8_values_reach_both_forms(quantised: tuple[nn.Module, nn.Modu
 
 
 def test_restored_int8_weight_is_that_of_torchao(own_store: MemoryStore) -> None:
-    ao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    ao = pytest.importorskip("torchao.quantization", reason=REASON, exc_type=SKIPPED)
     model = nn.Sequential(nn.Linear(32, 48)).eval()
     ao.quantize_(model, ao.Int8DynamicActivationInt8WeightConfig())
     planned(model, own_store, torch.randn(3, 32))
@@ -551,7 +552,7 @@ def test_restored_int8_weight_is_that_of_torchao(own_store: MemoryStore) -> None
 
 
 def test_weight_only_weight_has_one_form(own_store: MemoryStore) -> None:
-    ao = pytest.importorskip("torchao.quantization", reason="pip install torchao")
+    ao = pytest.importorskip("torchao.quantization", reason=REASON, exc_type=SKIPPED)
     model = nn.Sequential(nn.Linear(32, 48)).eval()
     ao.quantize_(model, ao.Int8WeightOnlyConfig())
     planned(model, own_store, torch.randn(3, 32))

@@ -24,8 +24,9 @@ from gemmtune.ops.torchao_formats import (
     read,
 )
 from helpers.int4_tiles import fake_convert, fake_int4pack_mm
+from helpers.torchao_modules import REASON, SKIPPED
 
-pytest.importorskip("torchao", reason="pip install torchao")
+pytest.importorskip("torchao", reason=REASON, exc_type=SKIPPED)
 from torchao import quantization as ao
 from torchao.quantization.granularity import PerGroup, PerRow, PerTensor
 from torchao.quantization.quantize_.workflows.float8.float8_tensor import Float8Tensor

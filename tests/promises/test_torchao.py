@@ -21,9 +21,10 @@ from gemmtune.ops.torchao_formats import UnknownFormatError, problem
 from gemmtune.store import MemoryStore
 from helpers.int4_tiles import fake_convert, fake_int4pack_mm
 from helpers.serving import TOY_RUNS
+from helpers.torchao_modules import REASON, SKIPPED
 from helpers.tuned_models import prepare_model
 
-pytest.importorskip("torchao", reason="pip install torchao")
+pytest.importorskip("torchao", reason=REASON, exc_type=SKIPPED)
 from torchao import quantization as ao
 from torchao.float8.inference import Float8MMConfig
 from torchao.quantization.granularity import PerGroup, PerRow, PerTensor

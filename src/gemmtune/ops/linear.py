@@ -25,6 +25,7 @@ from .mm import describe as describe_mm
 from .mm import mm
 from .operands import Weight, is_constant, is_torchs_alone
 from .spec import OpSpec
+from .torch_linear import torch_linear
 
 
 def describe(
@@ -77,7 +78,7 @@ def _linear_out(out: Tensor, input: Tensor, weight: Tensor, bias: Tensor | None 
     return torch.addmm(bias, input, weight.t(), out=out)
 
 
-_MATRICES = TorchFunction(functional.linear, _linear_out, partial(autograd.linear, mm))
+_MATRICES = TorchFunction(torch_linear, _linear_out, partial(autograd.linear, mm))
 _OTHER_SHAPES = _MATRICES._replace(out=None)
 
 
@@ -98,7 +99,7 @@ def _torch_function(input: Any, weight: Any, bias: Any, **_: object) -> TorchFun
 def _trace(input: Tensor, weight: Any, bias: Any, epilogue: Sequence[BoundStep], out: Tensor | None) -> Tensor:
     if isinstance(weight, PackedWeight) or out is not None or (epilogue and input.dim() != 2):
         return graph_break(linear, input, weight, bias, epilogue=epilogue, out=out)
-    return apply_epilogue(functional.linear(input, weight, bias), epilogue, None)
+    return apply_epilogue(torch_linear(input, weight, bias), epilogue, None)
 
 
 def recorded(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Problem:

@@ -13,7 +13,7 @@ from ...core.torch_compat import DisableTorchDispatch, DisableTorchFunction, int
 
 @cache
 def int_mm_takes_uint8() -> bool:
-    """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.10 and 2.11 raise RuntimeError)."""
+    """Whether ``torch._int_mm`` multiplies uint8 by int8 (torch 2.9 to 2.11 raise RuntimeError)."""
     with DisableTorchFunction(), DisableTorchDispatch():  # an active mode would answer for another device
         a, b = torch.full((1, 2), 200, dtype=torch.uint8), torch.ones(2, 1, dtype=torch.int8)
         try:
@@ -24,7 +24,7 @@ def int_mm_takes_uint8() -> bool:
 
 @cache
 def scaled_mm_takes_rows() -> bool:
-    """Whether ``torch._scaled_mm`` takes one scale per row and column (in torch 2.10 and 2.11 an internal assertion
+    """Whether ``torch._scaled_mm`` takes one scale per row and column (in torch 2.9 to 2.11 an internal assertion
     fails)."""
     with DisableTorchFunction(), DisableTorchDispatch():
         a, one = torch.ones(2, 16).to(torch.float8_e4m3fn), torch.ones(2, 1)

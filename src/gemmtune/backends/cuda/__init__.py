@@ -34,7 +34,6 @@ class CudaBackend(GpuBackend):
     name = space.NAME
     shared_layouts = ("triton",)  # int4 weights
     special_steps = frozenset({"rms_norm", *GATES})
-    missing = MISSING
     templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -52,8 +51,8 @@ class CudaBackend(GpuBackend):
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
-    def _compiler_version(self) -> str:
-        return version()
+    def _why_no_compiler(self) -> str:
+        return "" if version() else MISSING
 
     def versions(self, target: Target) -> dict[str, str]:
         return {"nvrtc": version()} if version() and not not_nvidia(target) else {}

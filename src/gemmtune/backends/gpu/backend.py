@@ -37,16 +37,14 @@ class GpuBackend(Backend):
     Compiling needs no GPU. A cubin is stored beside the store under the hash of everything that it is compiled from
     (the compiler's version, too), and is launched through the driver: serving a built kernel compiles nothing.
 
-    missing: what a user can do where there is no compiler, in words. templates: the class that launches each template's
-    kernels.
+    templates: the class that launches each template's kernels.
     """
 
-    missing: ClassVar[str]
     templates: ClassVar[Mapping[str, type[GpuKernel]]]
 
     @abstractmethod
-    def _compiler_version(self) -> str:
-        """Return the compiler's version; empty when there is no compiler."""
+    def _why_no_compiler(self) -> str:
+        """Return why there is no compiler that can build the kernels and what the user can do, or empty."""
 
     @abstractmethod
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
@@ -61,7 +59,7 @@ class GpuBackend(Backend):
         return not_nvidia(target)
 
     def available(self, target: Target) -> Availability:
-        reason = self._why_not_on_target(target) or ("" if self._compiler_version() else self.missing)
+        reason = self._why_not_on_target(target) or self._why_no_compiler()
         return Availability(not reason, reason)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:

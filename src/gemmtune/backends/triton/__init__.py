@@ -16,17 +16,16 @@ from ...core.weights import PackedWeight
 from ..gpu.backend import GpuBackend, not_nvidia
 from ..gpu.int4 import INT4_BLOCKS, unshuffle_int4
 from . import space
-from .compiler import compile_spec, make_spec, triton_version
+from .compiler import compile_spec, make_spec, triton_version, why_unusable
 from .kernel import TEMPLATES
 
 
 class TritonBackend(GpuBackend):
-    """The Triton backend: available with Triton installed, on NVIDIA GPUs (with TMA on Hopper) and on AMD GPUs, where
-    it has never run. Triton compiles the kernels; it does not launch them."""
+    """The Triton backend: available with Triton 3.6 or newer, on NVIDIA GPUs (with TMA on Hopper) and on AMD GPUs,
+    where it has never run. Triton compiles the kernels; it does not launch them."""
 
     name = "triton"
     preload = ("gemmtune.backends.triton.preloaded",)
-    missing = "Triton is not installed: pip install 'gemmtune[cuda]'"
     templates = TEMPLATES
 
     def _why_not_on_target(self, target: Target) -> str:
@@ -41,11 +40,11 @@ class TritonBackend(GpuBackend):
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return self._why_not_on_target(target) or space.why_illegal(problem, candidate, target)
 
-    def _compiler_version(self) -> str:
-        return triton_version()
+    def _why_no_compiler(self) -> str:
+        return why_unusable(triton_version())
 
     def versions(self, target: Target) -> dict[str, str]:
-        return {"triton": triton_version()} if triton_version() and not self._why_not_on_target(target) else {}
+        return {"triton": triton_version()} if self.available(target) else {}
 
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         compilation = make_spec(problem, candidate)

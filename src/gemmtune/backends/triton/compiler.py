@@ -37,6 +37,7 @@ TYPES = {
     "float8_e4m3fn": "fp8e4nv", "float8_e5m2": "fp8e5", "int4": "u8",
 }  # fmt: skip
 CONVERTED_ITEMS = 4096  # elements that a program converts: 16 bytes for each load of a thread
+_OLDEST = (3, 6)  # the oldest Triton with which the kernels ran on a GPU; pyproject.toml has it, too
 # Environment variables that name the assembler for Triton to use.
 _ASSEMBLERS = ("TRITON_PTXAS_PATH", "TRITON_PTXAS_BLACKWELL_PATH")
 _PROMOTE = 128  # fp8 products that the matrix units add up themselves, with about 14 bits, before float32 addition
@@ -87,6 +88,23 @@ def _package_version() -> str:
         import triton
 
         return str(triton.__version__)
+
+
+def why_unusable(version: str) -> str:
+    """Return why Triton of a version (``triton_version``) cannot compile the kernels and what the user can do, or
+    empty.
+
+    Older Tritons compile some of them, too. The version is compared since no kernel ran on a GPU with those.
+    """
+    if not version:
+        return "Triton is not installed: pip install 'gemmtune[cuda]'"
+    match = re.match(r"(\d+)\.(\d+)", version)
+    if match is None or (int(match[1]), int(match[2])) >= _OLDEST:
+        return ""
+    return (
+        f"needs Triton 3.6 or newer, which torch 2.10 and newer bring; Triton {version} is installed, with which "
+        "gemmtune's kernels were never run"
+    )
 
 
 def _tool_version(path: str) -> str:
@@ -283,10 +301,11 @@ def _options(config: dict[str, Any]) -> dict[str, int]:
 def compile_spec(compilation: Spec, target: Target) -> bytes:
     """Return the artifact: for each kernel in launch order the length of its Header's JSON, the JSON, and its cubin.
 
-    Raises UnsupportedError without Triton, KernelError when the compiler fails.
+    Raises UnsupportedError without Triton 3.6 or newer, KernelError when the compiler fails.
     """
-    if not triton_version():
-        raise UnsupportedError("Triton is not installed: pip install 'gemmtune[cuda]'")
+    reason = why_unusable(triton_version())
+    if reason:
+        raise UnsupportedError(reason)
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
