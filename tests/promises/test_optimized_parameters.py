@@ -174,6 +174,7 @@ def packed_linear_nodes(model: nn.Module, x: Tensor) -> list[str]:
     return [str(node.target) for node in graph.nodes if "packed_linear" in str(node.target)]
 
 
+@pytest.mark.usefixtures("fresh_compiler")  # Dynamo of torch 2.9 compiles the modules of only eight tests otherwise
 @pytest.mark.parametrize("tracer", TRACERS)
 def test_conv1d_can_be_traced(tracer: str, optimized: tuple[nn.Module, nn.Module, Any]) -> None:
     model, plain, _ = optimized
@@ -185,6 +186,7 @@ def test_conv1d_can_be_traced(tracer: str, optimized: tuple[nn.Module, nn.Module
         assert len(packed_linear_nodes(model, x)) == 2
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("product", ["x @ w", "x.matmul, not contiguous", "linear of w.t()", "x @ w.mT", "x @ w.T"])
 @pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
 def test_products_with_transposed_weights_are_served_when_traced(
@@ -340,6 +342,7 @@ def test_a_packed_projection_computes_cross_attention(own_store: MemoryStore) ->
         assert_close(compiled(x, key, key), wanted[0])
 
 
+@pytest.mark.usefixtures("fresh_compiler")
 @pytest.mark.parametrize("tracer", ["make_fx", "compile", "export", "export strict"])
 def test_an_encoder_layer_can_be_traced(tracer: str, own_store: MemoryStore) -> None:
     x = torch.randn(2, 4, K)

@@ -1,6 +1,6 @@
 """Everything of gemmtune that depends on private parts of Inductor, AOTAutograd and Dynamo.
 
-Tested with torch 2.11 and 2.13 (docs/reference/torch-versions.md).
+docs/reference/torch-versions.md has the versions of torch that it was tested with.
 """
 
 from __future__ import annotations
