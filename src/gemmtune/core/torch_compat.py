@@ -23,7 +23,7 @@ import torch.utils._pytree
 from torch.autograd import forward_ad as _forward_ad
 from torch.autograd import profiler as _profiler
 
-TESTED = ("2.10.0", "2.11.0", "2.13.0", "2.15.0")
+TESTED = ("2.9.1", "2.10.0", "2.11.0", "2.13.0", "2.15.0")
 
 
 def _required(path: str) -> Any:
