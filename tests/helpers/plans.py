@@ -42,6 +42,7 @@ class SimulatedKernel:
     crashes_at: Callable[[int], bool] = never
     raises_at: Callable[[int], bool] = never
     unpackable: bool = False
+    under_load: float = 1.0  # a factor on its times under load
 
     @property
     def id(self) -> str:
@@ -141,6 +142,7 @@ class FakeWorker:
         budget_s: float,
         seed: int,
         hot: bool = False,
+        load_s: float = 0.0,
     ) -> SizesTimed:
         loaded = [self._kernels[Candidate.from_dict(item.candidate).id] for item in candidates]
         result = SizesTimed()
@@ -159,7 +161,8 @@ class FakeWorker:
                 if kernel.raises_at(m):
                     result.faults[kernel.id] = Verdict("crashed", f"raised ValueError at M = {m}")
                 elif kernel.id not in result.faults:
-                    result.times[m][kernel.id] = kernel.seconds(m) * self.stalls.pop((kernel.id, m), 1.0)
+                    under_load = kernel.under_load if load_s else 1.0
+                    result.times[m][kernel.id] = kernel.seconds(m) * under_load * self.stalls.pop((kernel.id, m), 1.0)
         return result
 
     def _lose(self, kernel: SimulatedKernel) -> None:

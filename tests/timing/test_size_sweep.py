@@ -113,6 +113,41 @@ def test_noise_of_few_kernels_is_not_underestimated(count: int) -> None:
     assert 0.007 < median(noises) < 0.014
 
 
+def test_entrants_keep_the_device_busy_before_they_are_timed_under_load(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first 0.1 s of work, in timings as long as in a paired test, take two thirds of the time of later work."""
+    clock = FakeClock(0, noise=0.001)
+    monkeypatch.setattr(clock, "paired_timing_s", 2e-3)
+    worked: list[float] = []
+
+    def throttled(seconds: float) -> Run:
+        runs = [clock.kernel(seconds), clock.kernel(1.5 * seconds)]
+
+        def run(i: int) -> None:
+            busy = sum(worked) >= 0.1
+            worked.append(seconds)
+            runs[busy](i)
+
+        return run
+
+    def times(load_s: float) -> dict[str, float]:
+        worked.clear()
+        entrants = [
+            Entrant(name, throttled(s), is_baseline=False, packing=None) for name, s in (("a", 1e-4), ("b", 2e-4))
+        ]
+        return time_entrants(entrants, clock, 0.02, 0, load_s)[0]
+
+    assert times(0.0) == pytest.approx({"a": 1e-4, "b": 2e-4}, rel=0.01)
+    assert times(0.2) == pytest.approx({"a": 1.5e-4, "b": 3e-4}, rel=0.01)
+
+
+def test_entrant_that_raises_under_load_fails_alone() -> None:
+    clock = FakeClock(0, noise=0.001)
+    raising = raising_in_call(clock, 300)
+    entrants = [*make_entrants(clock, {"sound": 1e-4}), Entrant("raises", raising, is_baseline=False, packing=None)]
+    times, _, faults = time_entrants(entrants, clock, AMPLE_S, 0, 0.2)
+    assert (set(times), set(faults)) == ({"sound"}, {"raises"})
+
+
 def count_timings(
     monkeypatch: pytest.MonkeyPatch, entrants: Callable[[FakeClock], list[Entrant]], budget_s: float = AMPLE_S
 ) -> tuple[dict[str, int], dict[str, float]]:

@@ -72,3 +72,54 @@ def test_measurements_are_where_a_kernel_is_expected_to_be_faster_and_where_noth
     assert any(193 <= m <= 224 and large.id in names for m, names in wanted.items())
     assert any(261 < m < 511 for m in wanted)
     assert not set(wanted) & set(sizes)
+
+
+# --- load
+
+
+def loaded(under_load: Mapping[int, Mapping[str, float]]) -> Measurements:
+    """Return measurements of two kernels and the plain op, with times under load in microseconds."""
+    at = (1, 64, 128, 512)
+    kernels = [PoolKernel.of(Candidate.make("toy", name), 1, None) for name in ("hot", "cool")]
+    found = measured(
+        *((kernel, dict.fromkeys(at, us)) for kernel, us in zip((PLAIN, *kernels), (100, 90, 95), strict=True))
+    )
+    found.record_load({m: {name: 1e-6 * us for name, us in by_name.items()} for m, by_name in under_load.items()})
+    return found
+
+
+def test_times_are_multiplied_by_what_load_adds_beyond_the_plain_op() -> None:
+    found = loaded({512: {"aten/mm": 110.0, "toy/hot": 118.8}})
+    assert found.times["aten/mm"][512] == pytest.approx(100e-6)
+    hot, cool = found.times["toy/hot"], found.times["toy/cool"]
+    assert (hot[512], hot[128]) == pytest.approx((108e-6, 90e-6))  # 1.32 over 1.1
+    assert (hot[64], hot[1]) == pytest.approx((90e-6, 90e-6))  # few rows
+    assert cool[512] == pytest.approx(1.2 * 95e-6)  # as the median kernel
+    found.record({300: ["toy/hot"]}, {300: {"toy/hot": 50e-6}})
+    assert found.times["toy/hot"][300] == pytest.approx(60e-6)
+
+
+def test_load_at_the_nearest_size_counts() -> None:
+    found = loaded(
+        {128: {"aten/mm": 100.0, "toy/hot": 99.0, "toy/cool": 95.0}, 512: {"aten/mm": 100.0, "toy/hot": 90.0}}
+    )
+    hot, cool = found.times["toy/hot"], found.times["toy/cool"]
+    assert (hot[64], hot[128], hot[512]) == pytest.approx((99e-6, 99e-6, 90e-6))
+    assert (cool[64], cool[128], cool[512]) == pytest.approx((95e-6, 95e-6, 95e-6))
+
+
+def test_load_is_relative_to_the_median_kernel_without_a_plain_op() -> None:
+    at = (1, 128, 512)
+    found = measured(*((packed(name), dict.fromkeys(at, 100.0)) for name in ("a", "b", "c")))
+    found.record_load({512: {"toy/a": 110e-6, "toy/b": 120e-6, "toy/c": 132e-6}})
+    assert [found.times[f"toy/{name}"][512] for name in "abc"] == pytest.approx([100e-6 * 11 / 12, 100e-6, 110e-6])
+
+
+def test_sizes_for_load_are_the_last_and_a_quarter_of_it_unless_calls_are_short() -> None:
+    times = {1: 5.0, 64: 12.0, 128: 30.0, 512: 90.0}
+    found = measured((PLAIN, times))
+    assert found.sizes_for_load() == [128, 512]
+    assert measured((PLAIN, {m: us / 4.0 for m, us in times.items()})).sizes_for_load() == [512]
+    found.record_load({512: {"aten/mm": 100e-6}})
+    assert found.sizes_for_load() == []
+    assert Measurements(RANGE, {}, 0.05, 0.0, {}).sizes_for_load() == []

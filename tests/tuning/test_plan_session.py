@@ -13,6 +13,7 @@ from gemmtune.backends.base import Artifact
 from gemmtune.backends.cuda import CudaBackend
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import LayoutDecision, Verdict
+from gemmtune.core.devices import HostDevice
 from gemmtune.core.errors import StoreError
 from gemmtune.core.events import Event, PlanProgress, silent
 from gemmtune.core.problem import Problem
@@ -445,6 +446,21 @@ def test_copies_are_those_of_the_backend_that_has_the_kernel(clock: FakeTime, st
         problem.with_m(300), fitted, H200
     )
     assert session._estimated_s(PoolKernel.of(SMALL.candidate, 1, None), 300) is None
+
+
+# --- load
+
+
+def test_kernel_that_is_slower_than_the_plain_op_under_load_does_not_serve_many_rows(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is served for few rows, where calls are too short for a power limit."""
+    for load_s in (0.0, 0.2):
+        monkeypatch.setattr(HostDevice, "profile", HostDevice.profile._replace(load_s=load_s))
+        kernel = simulated("hot", lambda m: 0.9 * PLAIN_S(m), under_load=1.2)
+        plan, _ = make_plan(clock, [kernel], store)
+        served = plan.serving(500), plan.serving(16)
+        assert [item.id for item in served if item is not None] == [PLAIN.id if load_s else kernel.id, kernel.id]
 
 
 # --- time

@@ -35,7 +35,9 @@ class TuningProfile(NamedTuple):
     be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
     last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
     for each of them, in place of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other
-    M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M.
+    M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M. load_s:
+    seconds of uninterrupted work after which the device's clock is that of serving; 0.0: its clock does not depend on
+    the work before.
     """
 
     default_s: float = 6.0
@@ -49,6 +51,7 @@ class TuningProfile(NamedTuple):
     tuned_m_s: float | None = 5.0
     sweep_s: float = 16.0
     max_predicted: int = 0
+    load_s: float = 0.0
 
 
 class Device:
@@ -192,11 +195,13 @@ class CudaDevice(Device):
     aligns_fp16_products = True
     # Times are short and steady: rounds of a race repeat to a few tenths of a percent. A GPU has no other users, as a
     # rule, but its clock may still be rising when the first candidates are timed. Templates list their likeliest
-    # candidates first.
+    # candidates first. An H100 of 700 W reaches its power limit after 0.08 to 0.16 s of fp8 products: the same calls
+    # then take 12% to 20% longer (heat-h100-20261127.json).
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12},
         last_m=8192, tuned_m=(1, 16, 128, 2048), tuned_m_s=2.2, sweep_s=4.5, max_predicted=24,
+        load_s=0.2,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

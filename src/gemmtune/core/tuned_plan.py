@@ -19,7 +19,8 @@ class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     candidate: ``Candidate.to_dict()``. tuned_m: the kernel is loaded for the Problem with this M. It is that of the
     Decision that the candidate comes from; without one, an M at which its backend expected it to be fast. packing: the
     layout in which the kernel takes its weight; None: unpacked. overlap: as ``LayoutDecision.overlap``. times: seconds
-    per call by M, comparable between the kernels of one M. surcharge: a factor on its times by which older plans have
+    per call by M, comparable between the kernels of one M, with what sustained load adds to them beyond ATen's plain op
+    (``Measurements.record_load``). surcharge: a factor on its times by which older plans have
     what ``TunedPlan.surcharges`` has since. verified: the values of M at which its results were compared with the
     oracle, ascending. verdict: the result of all these comparisons; None for a kernel that was not verified, which no
     interval may name. reason: why it cannot serve at all; "" if it can.

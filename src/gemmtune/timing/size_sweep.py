@@ -77,8 +77,9 @@ class SizeSweep:
         self._problem, self._timing, self._seed, self._marker_fd, self._hot = problem, timing, seed, marker_fd, hot
         self._operands: tuple[int, RaceOperands] | None = None
 
-    def time(self, sizes: Mapping[int, Sequence[str]], budget_s: float) -> SizesTimed:
-        """Time the kernels ``sizes[m]`` at each M for about ``budget_s`` seconds in total, at least two rounds each."""
+    def time(self, sizes: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> SizesTimed:
+        """Time the kernels ``sizes[m]`` at each M for about ``budget_s`` seconds in total, at least two rounds each.
+        load_s: as for ``time_entrants``."""
         result = SizesTimed()
         started = time.perf_counter()
         for done, m in enumerate(sorted(sizes)):
@@ -88,7 +89,7 @@ class SizeSweep:
             wanted = [name for name in sizes[m] if name not in result.faults]
             entrants = [entrant for entrant in operands.entrants_at(m) if entrant.id in wanted]
             share_s = max(remaining_s, 0.0) / (len(sizes) - done)
-            times, noise, faults = time_entrants(entrants, operands.new_clock(), share_s, self._seed + m)
+            times, noise, faults = time_entrants(entrants, operands.new_clock(), share_s, self._seed + m, load_s)
             result.times[m], result.noise[m] = times, noise
             result.faults |= faults
         return result
@@ -107,18 +108,23 @@ class SizeSweep:
 
 
 def time_entrants(
-    entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int
+    entrants: Sequence[Entrant], clock: Clock, budget_s: float, seed: int, load_s: float = 0.0
 ) -> tuple[dict[str, float], float, dict[str, Verdict]]:
     """Time entrants in interleaved rounds. Return the seconds per call by id, the noise, and the verdicts on those that
     raised.
 
     A time is the median over the rounds of the entrant's time divided by the round's level: the machine's speed in that
     round relative to all rounds. Kernels that are far behind are timed in the first rounds only.
+
+    load_s: seconds for which the entrants keep the device busy before the first round; timings are then as long as in a
+    paired test, so that it stays busy.
     """
     entries = [RaceEntry(item.id, item.run, item.is_baseline, item.packing) for item in entrants]
     rng, started, round_s, least_s = random.Random(seed), clock.now(), 0.0, math.inf
     for entry in sorted(entries, key=lambda entry: not entry.is_baseline):
-        least_s = min(least_s, _calibrate(entry, clock, least_s))
+        least_s = min(least_s, _calibrate(entry, clock, least_s, clock.paired_timing_s if load_s else _FLOOR_S))
+    if load_s:
+        _keep_busy(entries, clock, load_s)
     round_ = 0
     while round_ < _ROUNDS:
         active = [entry for entry in entries if entry.active]
@@ -136,14 +142,14 @@ def time_entrants(
     return times, noise, faults
 
 
-def _calibrate(entry: RaceEntry, clock: Clock, least_s: float) -> float:
-    """Count the calls of an entry's timings. Return the seconds that this took.
+def _calibrate(entry: RaceEntry, clock: Clock, least_s: float, timing_s: float) -> float:
+    """Count the calls of an entry's timings, of ``timing_s`` or more. Return the seconds that this took.
 
     An entry with which it took far longer than ``least_s`` is not timed.
     """
     started = clock.now()
     try:
-        entry.calls = clock.calls_for(entry.guarded, _FLOOR_S)
+        entry.calls = clock.calls_for(entry.guarded, timing_s)
     except EntrantError as error:
         entry.drop("failed", str(error))
         return math.inf
@@ -151,6 +157,15 @@ def _calibrate(entry: RaceEntry, clock: Clock, least_s: float) -> float:
     if not entry.is_baseline and seconds > max(_SLOW_S, _SLOW * least_s):
         entry.drop("eliminated", "far behind in its first calls")
     return seconds
+
+
+def _keep_busy(entries: Sequence[RaceEntry], clock: Clock, seconds: float) -> None:
+    """Run rounds of all entries for some seconds. Their times do not count."""
+    started = clock.now()
+    while clock.now() - started < seconds and (active := [entry for entry in entries if entry.active]):
+        if _time_round(active, 0, clock):
+            for entry in active:
+                entry.times.clear()
 
 
 def _time_round(active: Sequence[RaceEntry], round_: int, clock: Clock) -> bool:

@@ -426,19 +426,21 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
     ``margin`` of its time, where its next row of tiles may take it as long as it takes at ``b``; ``first`` for a kernel
     whose tiles are not known, and on a device without waves.
 
-    The times of the plain op are interpolated between ``a`` and ``b``. fp8 3481x4096x11008 was served at 1.086 of the
-    plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6% faster, but it has another wave of tiles from
-    3457 on.
+    The times of the plain op are interpolated between what it takes at least near ``a`` and ``b``. fp8 3481x4096x11008
+    was served at 1.086 of the plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6% faster, but it has
+    another wave of tiles from 3457 on.
     """
     plain = curves.times.get(curves.plain, {})
     if not curves.waves or curves.steps.get(name, 1) == 1 or a not in plain or b not in plain:
         return first
-    least_s, seconds = min(plain[a], plain[b]), (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
+    plain_b = curves.plain_at_least(b)
+    least_s = min(curves.plain_at_least(a), plain_b)
+    seconds = (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
     if seconds <= least_s or seconds == math.inf:
         return first
-    if seconds >= plain[b]:
+    if seconds >= plain_b:
         return end
-    share = (seconds - least_s) / (plain[b] - least_s)
+    share = (seconds - least_s) / (plain_b - least_s)
     return min(max(first, math.ceil(a + share * (b - a))), end)
 
 

@@ -7,6 +7,7 @@ import functools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from statistics import median
 
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
@@ -26,6 +27,7 @@ _NEARLY, _NEARBY = 1.3, 1.5
 # each, a script that was not kept) the fastest of six was 0.0% to 0.6% slower in the mean than that of the 6 to 14
 # within ``CLOSE``, and as much time measures up to twice as many M.
 _MOST_NEAR = 6
+_LOADED_S = 2e-5  # shorter calls do not keep a GPU busy enough to reach its power limit
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
 
@@ -33,9 +35,10 @@ class Measurements:
     """The measurements of one weight's kernels.
 
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
-    id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M. noise: by M,
-    of the times there. timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the
-    reason. estimated_s: returns the estimate of a kernel's seconds at an M, or None.
+    id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M, with what
+    load adds to them (``record_load``). noise: by M, of the times there. timed_often: how often a kernel was timed at
+    an M. out: the kernels that cannot serve, with the reason. estimated_s: returns the estimate of a kernel's seconds
+    at an M, or None.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class Measurements:
         self.times: dict[str, dict[int, float]] = {}
         self.noise: dict[int, float] = {}
         self.timed_often: dict[tuple[str, int], int] = {}
+        self._load: dict[str, dict[int, float]] = {}
         self.out: dict[str, str] = {}
 
     def add(self, kernel: PoolKernel) -> None:
@@ -69,7 +73,45 @@ class Measurements:
                 self.timed_often[name, m] = self.timed_often.get((name, m), 0) + 1
         for m, seconds in times.items():
             for name, value in seconds.items():
-                self.times[name][m] = value
+                self.times[name][m] = value * self._load_at(name, m)
+
+    def sizes_for_load(self) -> list[int]:
+        """Return the M at which kernels are timed under load, none if they were: the last, and the measured one nearest
+        to a quarter of it, where calls take ``_LOADED_S`` or more."""
+        curves = self.curves(next(iter(self.layouts()), ""))
+        quarter = min(curves.sizes, key=lambda m: abs(math.log(4.0 * m / self._sizes.last)), default=0)
+        sizes = {quarter, self._sizes.last} & set(curves.sizes)
+        return [] if self._load else [m for m in sorted(sizes) if curves.best(m) >= _LOADED_S]
+
+    def record_load(self, times: Mapping[int, Mapping[str, float]]) -> None:
+        """Record times under load, which were not recorded before. The kernels' times, now and later, are multiplied by
+        what load adds to them beyond what it adds to those of ATen's plain op (of the median kernel without one).
+
+        Short timings leave a GPU below its power limit. Under load the clock is lower, by an amount that depends on the
+        kernel: one was at 1.04 of the plain op's time at once, and at 1.08 after 0.1 s (fp8 2416x4096x11008, H100).
+        """
+        for m, seconds in times.items():
+            added = {name: value / self.times[name][m] for name, value in seconds.items() if m in self.times[name]}
+            plain = [factor for name, factor in added.items() if self.pool[name].is_plain]
+            if added:
+                reference = plain[0] if plain else median(added.values())
+                for name, factor in added.items():
+                    self._load.setdefault(name, {})[m] = factor / reference
+        for name, by_m in self.times.items():
+            self.times[name] = {m: value * self._load_at(name, m) for m, value in by_m.items()}
+
+    def _load_at(self, name: str, m: int) -> float:
+        """Return what load adds to a kernel's times, as a factor: that at the nearest M by ratio at which kernels were
+        timed under load, of the median kernel if it was not; 1.0 for ATen's plain op and for few rows."""
+        sizes = {size for by_m in self._load.values() for size in by_m}
+        if self.pool[name].is_plain or not sizes or 2 * m < min(sizes):
+            return 1.0
+        own = self._load.get(name, {})
+        nearest = min(own or sizes, key=lambda size: abs(math.log(size / m)))
+        others = (
+            by_m[nearest] for other, by_m in self._load.items() if nearest in by_m and not self.pool[other].is_plain
+        )
+        return own[nearest] if own else median(others or [1.0])
 
     def expected_s(self, name: str, m: int) -> float:
         """Return the seconds that a call of a kernel may take at M, from its times at other M: at most as long as at a

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Mapping
 
+from ..core import devices
 from ..core.decision import Verdict
 from ..core.tuned_plan import PlanInterval, TunedPlan
 from . import intervals
@@ -28,6 +29,7 @@ _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
 _LEAST_CALLS = 3  # of a kernel that is timed at an M
+_LOAD_SHARE = 2.0  # of the seconds of load, for the load and the timings under it
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -50,6 +52,7 @@ class PlanSession(WeightSession):
         while True:
             self._time_coarsely()
             self._time_predicted()
+            self._time_under_load()
             stopped = self._refine()
             chosen = self._verified_choice()
             if not self._extend_pool():
@@ -105,6 +108,18 @@ class PlanSession(WeightSession):
         for start in range(0, len(wanted), BATCH):
             sizes = list(wanted)[start : start + BATCH]
             self._time({m: wanted[m] for m in sizes}, len(sizes) / len(wanted) * budget_s)
+
+    def _time_under_load(self) -> None:
+        """Time the kernels that may serve many rows under load, where that changes a device's clock. The time for other
+        M is not shortened."""
+        load_s, started = devices.get(self._target.device).profile.load_s, time.perf_counter()
+        sizes = self._found.sizes_for_load() if load_s else []
+        if sizes:
+            layouts = [self._found.curves(packing) for packing in self._found.layouts()]
+            near = {m: [name for curves in layouts for name in self._found.names_near(curves, m)] for m in sizes}
+            wanted = {m: list(dict.fromkeys(names)) for m, names in near.items()}
+            self._time(wanted, _LOAD_SHARE * load_s * len(sizes), load_s)
+        self._end += time.perf_counter() - started
 
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of

@@ -96,14 +96,15 @@ class WeightSession:
             share = (sum(batch) + 64 * len(batch)) / total
             self._time({m: names(m) for m in batch}, share * budget_s)
 
-    def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float) -> None:
-        """Time kernels at some M and record the times. Kernels that crash are left out."""
+    def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> None:
+        """Time kernels at some M and record the times. Kernels that crash are left out. load_s: as for
+        ``protocol.TimeSizes``; the times are then those under load."""
         while True:
             order = {name: position for position, name in enumerate(self._items)}
             sizes = {m: [order[name] for name in names if name not in self._found.out] for m, names in wanted.items()}
             items = list(self._items.values())
             try:
-                timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot)
+                timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot, load_s)
                 break
             except WorkerLost as loss:
                 if loss.candidate_id not in self._items:
@@ -113,8 +114,11 @@ class WeightSession:
         for name, verdict in timed.faults.items():
             self._fail(name, verdict)
         self._found.out |= timed.excluded
-        self._found.record(wanted, timed.times)
-        self._found.noise |= timed.noise
+        if load_s:
+            self._found.record_load(timed.times)
+        else:
+            self._found.record(wanted, timed.times)
+            self._found.noise |= timed.noise
         left_s = max(0.0, self._end - time.perf_counter())
         self._progress(PlanProgress(self._problem.plan_key, len(self._found.noise), left_s))
 

@@ -103,6 +103,7 @@ class MeasurementWorker(Protocol):
         budget_s: float,
         seed: int,
         hot: bool = False,
+        load_s: float = 0.0,
     ) -> SizesTimed: ...
 
     def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified: ...

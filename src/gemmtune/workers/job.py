@@ -322,7 +322,7 @@ class ProblemSession:
                 numbers={name: position + 1 for position, name in enumerate(names)},
             )  # fmt: skip
         wanted = {m: [names[position] for position in positions] for m, positions in request.sizes.items()}
-        timed = self._sweep.time(wanted, request.budget_s)
+        timed = self._sweep.time(wanted, request.budget_s, request.load_s)
         timed.faults |= self._unloaded
         return timed
 

@@ -83,7 +83,8 @@ class TimeSizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Request to time candidates at several M of the open problem.
 
     sizes: by M, the positions in ``candidates`` of those to time. last: the largest M of all such requests. budget_s:
-    seconds for all of them. hot: each call has its operands in the cache.
+    seconds for all of them. hot: each call has its operands in the cache. load_s: seconds for which the candidates keep
+    the device busy before they are timed at an M.
     """
 
     candidates: list[SizedCandidate]
@@ -92,6 +93,7 @@ class TimeSizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     budget_s: float
     seed: int = 0
     hot: bool = False
+    load_s: float = 0.0
 
 
 class VerifySizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -184,13 +184,14 @@ class Worker:
         budget_s: float,
         seed: int,
         hot: bool = False,
+        load_s: float = 0.0,
     ) -> SizesTimed:
         """Time candidates at several M; see ``protocol.TimeSizes``.
 
         Raises WorkerLost with the id of the candidate that was running when the worker died.
         """
         wanted = {m: list(positions) for m, positions in sizes.items()}
-        request = TimeSizes(list(candidates), wanted, last, budget_s, seed, hot)
+        request = TimeSizes(list(candidates), wanted, last, budget_s, seed, hot, load_s)
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.open_s, SizesTimed)
         except WorkerLost as loss:
