@@ -128,6 +128,16 @@ def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(name: str, m: i
     assert backend.code_paths(problem, next(iter(listed)), H200) is None
 
 
+def test_a_template_without_fitted_tiles_has_none() -> None:
+    """A damaged store may say so."""
+    problem, backend = build(8, 4096, 4096, "bf16"), CudaBackend()
+    skinny = next(c for c in legal_candidates(problem) if c.template == "skinny")
+    fitted = Candidate.make("cuda", "skinny", **dict(skinny.config), fitted=1)
+    assert backend.why_illegal(problem, fitted, H200)
+    assert backend.code_paths(problem, fitted, H200) is None
+    assert backend.estimated_s(problem, fitted, H200) == backend.estimated_s(problem, skinny, H200)
+
+
 @pytest.mark.parametrize("name", FITTED_PROBLEMS)
 def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> None:
     problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)

@@ -108,6 +108,15 @@ def test_load_at_the_nearest_size_counts() -> None:
     assert (cool[64], cool[128], cool[512]) == pytest.approx((95e-6, 95e-6, 95e-6))
 
 
+def test_load_of_the_plain_op_alone_changes_nothing() -> None:
+    found = loaded({128: {"aten/mm": 120.0}, 512: {"aten/mm": 120.0}})
+    assert {name: times[512] for name, times in found.times.items()} == pytest.approx(
+        {"aten/mm": 100e-6, "toy/hot": 90e-6, "toy/cool": 95e-6}
+    )
+    found = loaded({128: {"aten/mm": 120.0, "toy/hot": 118.8}, 512: {"aten/mm": 120.0}})
+    assert found.times["toy/cool"][512] == pytest.approx(1.1 * 95e-6)
+
+
 def test_load_is_relative_to_the_median_kernel_without_a_plain_op() -> None:
     at = (1, 128, 512)
     found = measured(*((packed(name), dict.fromkeys(at, 100.0)) for name in ("a", "b", "c")))

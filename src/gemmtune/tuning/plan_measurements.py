@@ -103,15 +103,13 @@ class Measurements:
     def _load_at(self, name: str, m: int) -> float:
         """Return what load adds to a kernel's times, as a factor: that at the nearest M by ratio at which kernels were
         timed under load, of the median kernel if it was not; 1.0 for ATen's plain op and for few rows."""
-        sizes = {size for by_m in self._load.values() for size in by_m}
+        kernels = [by_m for other, by_m in self._load.items() if not self.pool[other].is_plain]
+        sizes = set[int]().union(*kernels)
         if self.pool[name].is_plain or not sizes or 2 * m < min(sizes):
             return 1.0
         own = self._load.get(name, {})
         nearest = min(own or sizes, key=lambda size: abs(math.log(size / m)))
-        others = (
-            by_m[nearest] for other, by_m in self._load.items() if nearest in by_m and not self.pool[other].is_plain
-        )
-        return own[nearest] if own else median(others or [1.0])
+        return own[nearest] if own else median(by_m[nearest] for by_m in kernels if nearest in by_m)
 
     def expected_s(self, name: str, m: int) -> float:
         """Return the seconds that a call of a kernel may take at M, from its times at other M: at most as long as at a

@@ -172,7 +172,7 @@ def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
         return reason or NOT_LISTED
     device, requested = device_limits(target), dict(candidate.config)
     why_unsupported, space, check, _ = _spaces()[candidate.template]
-    space = _FITTED[candidate.template] if is_fitted(requested) else space
+    space = _FITTED.get(candidate.template, space) if is_fitted(requested) else space
     reason = why_unsupported(problem, device)
     for config in () if reason else space(problem, device):
         if config == requested and Candidate.make(NAME, candidate.template, **config).identity == candidate.identity:
@@ -190,7 +190,7 @@ def estimated_s(problem: Problem, candidate: Candidate, target: Target) -> float
 def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict[str, Any]) -> float:
     """Return the estimated seconds of a call, with the copy for M where tiles are fitted."""
     *_, seconds = _spaces()[template]
-    if is_fitted(config):
+    if template in _FITTED and is_fitted(config):
         size = FittedTiles(template, config, problem.n, device.multiprocessors).size_at(problem.m)
         config = copy_at(problem, template, config, size, device.shared)
     return seconds(problem, device, config)
@@ -199,7 +199,7 @@ def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict
 def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
     """Return a function from M to the size of a tile, where tiles are fitted to M; None for other kernels."""
     config = dict(candidate.config)
-    if not is_fitted(config):
+    if candidate.template not in _FITTED or not is_fitted(config):
         return None
     return FittedTiles(candidate.template, config, problem.n, device_limits(target).multiprocessors).size_at
 
@@ -485,7 +485,7 @@ def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str,
 
 def _fitted_mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str, Any]]:
     """Yield configurations with as many rows as registers, and shared memory with a number of stages, allow for one
-    block on a multiprocessor (``fitted_size`` counts one), and with the next multiple of 16 below: some numbers of rows
+    block on a multiprocessor (``FittedTiles`` counts one), and with the next multiple of 16 below: some numbers of rows
     are faster than others by 5%, and fitted ones differ by 16."""
     for bn, split in itertools.product((64, 128, 192, 256), (1, 2, 3, 4)):
         listed = set[int]()
