@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from ..core.tuned_plan import PlanInterval, TunedPlan
 from .config_keys import representatives
-from .intervals import Curves
+from .curves import Curves
 from .plan_measurements import Measurements
 from .plan_pool import PoolKernel, served_pool
 from .sizes import KeyRun

@@ -12,8 +12,8 @@ from statistics import median
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
 from ..dispatch.plan_layouts import NO_SLOWER
-from . import intervals
-from .intervals import Curves
+from . import gaps, intervals, kernel_choice
+from .curves import CLOSE, Curves, irregular, point_weights
 from .plan_pool import PoolKernel
 from .sizes import SizeRange
 
@@ -157,7 +157,7 @@ class Measurements:
 
     def serving(self, curves: Curves) -> dict[int, str]:
         """Return the id of the kernel that serves each measured M."""
-        return intervals.serving(curves, intervals.choose_kernels(curves, self._bound), self._bound)
+        return kernel_choice.serving(curves, kernel_choice.choose_kernels(curves, self._bound), self._bound)
 
     def _plain_s(self, m: int) -> float:
         """Return the seconds of ATen's plain op at a measured M; infinite where it was not timed."""
@@ -187,7 +187,7 @@ class Measurements:
             curves = self.curves(packing).without(self.out)
             if packing and not {self._sizes.first, self._sizes.last} <= set(curves.sizes):
                 continue
-            weights = intervals.point_weights(curves)
+            weights = point_weights(curves)
             shares = {
                 m: curves.best(m) / self._reference_s(m)
                 for m in curves.sizes
@@ -220,9 +220,9 @@ class Measurements:
         promising = unseen[:BATCH] or self._expected_losses(curves, found)[: BATCH // 2]
         wanted = {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in promising}
         if not unseen:
-            urgent = [gap for gap in intervals.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
+            urgent = [gap for gap in gaps.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
             for index, gap in enumerate(urgent[: BATCH - len(wanted)]):
-                m = intervals.next_size(curves, gap, odd=index % 2 == 0)
+                m = gaps.next_size(curves, gap, odd=index % 2 == 0)
                 wanted.setdefault(m, self.names_near(curves, m))
         return wanted
 
@@ -232,8 +232,8 @@ class Measurements:
         again: dict[int, list[str]] = {}
         curves = self.curves(packing, surcharged=False).without(self.out)
         reference = next((self.times[name] for name, kernel in self.pool.items() if kernel.is_plain), {})
-        certain = intervals.irregular(curves, 0, reference)
-        for name, slow in intervals.irregular(curves, 1, reference).items():
+        certain = irregular(curves, 0, reference)
+        for name, slow in irregular(curves, 1, reference).items():
             once = {m for pair in slow.items() for m in pair if self.timed_often[name, m] < _RETIMED}
             for m in once:
                 again.setdefault(m, []).append(name)
@@ -255,7 +255,7 @@ class Measurements:
     def _holes(self, curves: Curves, chosen: Collection[str]) -> dict[int, list[str]]:
         """Return the measured M at which a chosen kernel was not timed, and is expected to be faster than all that
         were, with these kernels. Otherwise a slower kernel would serve them."""
-        weights = intervals.point_weights(curves)
+        weights = point_weights(curves)
         losses: dict[int, float] = {}
         wanted: dict[int, list[str]] = {}
         for name in chosen:
@@ -311,7 +311,7 @@ class Measurements:
                 or any(size <= _NEARBY * m for size in sizes[bisect_left(sizes, m) :][:1])
             ]
 
-        return intervals.expected_losses(curves, found, nearly_fastest, _LOSS)
+        return gaps.expected_losses(curves, found, nearly_fastest, _LOSS)
 
     def names_near(self, curves: Curves, m: int) -> list[str]:
         """Return the kernels that may be the fastest at M: ATen's plain op, and up to ``_MOST_NEAR`` of those close to
@@ -322,7 +322,7 @@ class Measurements:
         for size in {size for size in (below, above) if size is not None}:
             for name, times in curves.times.items():
                 share = times.get(size, math.inf) / curves.best(size)
-                if share <= 1.0 + intervals.CLOSE:
+                if share <= 1.0 + CLOSE:
                     behind[name] = min(share, behind.get(name, math.inf))
         plain = [name for name, kernel in self.pool.items() if kernel.is_plain]
         return list(dict.fromkeys((*plain, *sorted(behind, key=lambda name: behind[name])[:_MOST_NEAR])))

@@ -24,7 +24,7 @@ from ..core.candidate import Candidate, Illegal
 from ..core.decision import Decision
 from ..core.problem import Problem
 from ..core.target import Target
-from .intervals import Curves, point_weights
+from .curves import Curves, point_weights
 from .plan_pool import PoolKernel, failed_candidates, kernel_pool, overlap_without_test, timed_rows
 from .sizes import SizeRange
 

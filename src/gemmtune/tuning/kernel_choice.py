@@ -1,0 +1,134 @@
+"""Which kernels a plan has, and which of them serves each measured M."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .curves import Curves, point_weights
+
+# Kernels of a layout, ATen's plain op not counted. Of the kernels that eight plans of fp8, int8 and int4 weights had
+# timed on an H200 and H100s, the best 8 are 1.3% to 5.9% slower than all in the mean over M, the best 10 0.6% to 3.8%.
+MAX_KERNELS = 10
+MEAN_REGRET = 0.007  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
+_WORTH = 0.002
+_BEYOND = 3.0  # what exceeds the bound adds this multiple of itself to the regret
+_EXCESS = 1e3  # the cost of a regret above the bound, at an M of any weight
+_SWITCH = 0.004  # the regret, at an M of average weight, that a change of kernels between two M must save
+_UNSERVED = 10.0  # the regret at an M without any kernel
+
+
+def choose_kernels(curves: Curves, bound: float) -> list[str]:
+    """Return the fewest kernels with which no measured M has a regret above ``bound``, found greedily, with exchanges;
+    more where they lower the mean regret. ATen's plain op is always among them where it can serve."""
+    choice = _Choice(curves, bound)
+    chosen = [curves.plain] if curves.plain else []
+    free = len(chosen)
+    score = choice.score(chosen)
+    while len(chosen) - free < MAX_KERNELS:
+        options = [(choice.score([*chosen, name]), name) for name in curves.times if name not in chosen]
+        if not options:
+            break
+        best, name = min(options)
+        is_enough = score.excess <= 0.0 and (score.cost <= MEAN_REGRET or score.cost - best.cost < _WORTH)
+        if best.cost >= score.cost or is_enough:
+            break
+        chosen.append(name)
+        chosen, score = choice.exchange(chosen, best)
+    return choice.without_useless(chosen, score)
+
+
+class _Score(NamedTuple):
+    """How well a set of kernels serves.
+
+    cost: the weighted mean of the regrets, to which what exceeds the bound adds ``_BEYOND`` times itself. excess: by
+    how much the largest regret exceeds the bound; at most 0 where none does.
+    """
+
+    cost: float
+    excess: float
+
+
+class _Choice:
+    """Scores of sets of kernels. An M without any kernel counts as a regret of ``_UNSERVED``."""
+
+    def __init__(self, curves: Curves, bound: float) -> None:
+        weights = point_weights(curves)
+        total = sum(weights.values()) or 1.0
+        self._plain, self._bound = curves.plain, bound
+        self._shares = [weight / total for weight in weights.values()]
+        self._is_served = [curves.best(m) < math.inf for m in weights]
+        self._regrets = {name: [min(curves.regret(name, m), _UNSERVED) for m in weights] for name in curves.times}
+
+    def score(self, chosen: Sequence[str]) -> _Score:
+        return self._score(self._least(chosen))
+
+    def exchange(self, chosen: list[str], score: _Score) -> tuple[list[str], _Score]:
+        """Return the kernels and their score after all exchanges of one kernel for another that lower it."""
+        for name in chosen:
+            if name == self._plain:
+                continue
+            rest = [other for other in chosen if other != name]
+            least = self._least(rest)
+            best, other = min(
+                (self._score(list(map(min, least, regrets))), other)
+                for other, regrets in self._regrets.items()
+                if other not in rest
+            )
+            if best < score:
+                return self.exchange([*rest, other], best)
+        return chosen, score
+
+    def without_useless(self, chosen: list[str], score: _Score) -> list[str]:
+        """Return ``chosen`` without the kernels that others, chosen later, made needless."""
+        for name in chosen:
+            if name == self._plain:
+                continue
+            rest = [other for other in chosen if other != name]
+            without = self.score(rest)
+            if without.excess <= max(score.excess, 0.0) and without.cost <= max(MEAN_REGRET, score.cost + _WORTH):
+                return self.without_useless(rest, without)
+        return chosen
+
+    def _least(self, chosen: Sequence[str]) -> list[float]:
+        """Return the least regret of some kernels at each M."""
+        return [min(regrets) for regrets in zip(*(self._regrets[name] for name in chosen), strict=True)] or [
+            _UNSERVED
+        ] * len(self._shares)
+
+    def _score(self, regrets: Sequence[float]) -> _Score:
+        mean = sum(share * regret for share, regret in zip(self._shares, regrets, strict=True))
+        beyond = [
+            regret - self._bound if is_served else 0.0
+            for regret, is_served in zip(regrets, self._is_served, strict=True)
+        ]
+        cost = mean + _BEYOND * sum(share * max(0.0, part) for share, part in zip(self._shares, beyond, strict=True))
+        return _Score(cost, max(beyond, default=0.0))
+
+
+def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, str]:
+    """Return the kernel that serves each measured M: the least regret, with few changes from M to M. It is above
+    ``bound`` only where that of all chosen kernels is."""
+    weights = point_weights(curves)
+    sizes, mean = curves.sizes, sum(weights.values()) / max(len(weights), 1)
+    costs: dict[str, float] = dict.fromkeys(chosen, 0.0)
+    back: list[dict[str, str]] = []
+    for m in sizes:
+        before = min(costs, key=lambda name: costs[name])
+        step, origin = {}, {}
+        regrets = {name: curves.regret(name, m) for name in chosen}
+        limit = max(bound, min(regrets.values()))
+        for name in chosen:
+            stay = costs[name] <= costs[before] + _SWITCH * mean
+            origin[name] = name if stay else before
+            regret = weights[m] * min(regrets[name], 10.0) + (_EXCESS if regrets[name] > limit else 0.0)
+            step[name] = (costs[name] if stay else costs[before] + _SWITCH * mean) + regret
+        costs = step
+        back.append(origin)
+    name = min(costs, key=lambda item: costs[item])
+    result: dict[int, str] = {}
+    for m, origin in zip(reversed(sizes), reversed(back), strict=True):
+        result[m] = name
+        name = origin[name]
+    return dict(sorted(result.items()))

@@ -1,0 +1,92 @@
+"""Times over M: what is expected of a kernel, the weights of M, and irregular kernels."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gemmtune.tuning.curves import IRREGULAR, Curves, irregular, point_weights
+from helpers.curves import PLAIN, sample_curves, simulated_curves, staircase, wave_curves, waves
+
+
+@given(st.integers(1, 1024), st.integers(8, 128), st.floats(0.5, 2.0))
+def test_times_that_are_multiples_of_estimates_are_expected_exactly(m: int, tile: int, scale: float) -> None:
+    curves = wave_curves({"k": tile}, (1, 100, 150, 230, 350, 500, 750, 1024), scale=scale)
+    expected = curves.expected("k", m)
+    if m > 62 or m == 1:
+        assert expected == pytest.approx(scale * waves(tile)(m))
+    else:  # the next larger M at which it was timed is too far away
+        assert expected is None
+
+
+def test_nothing_is_expected_without_an_estimate_and_above_the_measured_m() -> None:
+    curves = wave_curves({"k": 16}, (100, 128), plain=staircase(9.0, 0.0))
+    assert curves.expected("k", 129) is None
+    assert curves.expected(PLAIN, 110) is None
+    assert curves.expected(PLAIN, 100) == 9.0
+
+
+def test_kernel_with_as_many_waves_as_at_a_neighbor_takes_as_long_as_there() -> None:
+    curves = replace(wave_curves({"k": 16}, (100, 140)), times={"k": {100: 20.0, 140: 50.0}})
+    assert curves.expected("k", 128) == 20.0
+    assert curves.expected("k", 129) == 50.0
+
+
+# --- weights
+
+
+@given(simulated_curves())
+def test_weights_of_all_m_add_up_to_one(curves: Curves) -> None:
+    outside = sum(n for m, n in curves.counts.items() if not curves.first <= m <= curves.last)
+    assert outside == 0
+    assert curves.weight()(curves.first, curves.last) == pytest.approx(1.0)
+    weights = point_weights(curves)
+    assert list(weights) == curves.sizes
+    assert sum(weights.values()) == pytest.approx(1.0)
+    assert min(weights.values()) > 0.0
+
+
+def test_recorded_calls_weigh_half() -> None:
+    weights = point_weights(sample_curves({"k": staircase(1.0, 0.1)}, counts={128: 7}))
+    assert weights[128] >= 0.5
+    assert weights[512] > 0.05
+
+
+# --- irregular kernels
+
+
+@pytest.mark.parametrize("slow_s", [1.2, 3.0])
+def test_kernel_slow_at_odd_m_is_irregular(slow_s: float) -> None:
+    regular = staircase(2.0, 0.5, 64)
+    models = {"odd": lambda m: regular(m) * (slow_s if m % 2 else 1.0), "k": regular, PLAIN: staircase(1.0, 0.2)}
+    found = irregular(sample_curves(models, (1, 2, 3, 4, 16, 17, 32), plain=PLAIN))
+    assert found == ({"odd": {17: 32}} if slow_s > IRREGULAR else {})
+
+
+def test_only_the_range_in_which_a_kernel_may_serve_is_judged() -> None:
+    models = {"large": lambda m: 9.0 if m < 8 else 5.0 if m == 8 else 2.0, "k": lambda m: 1.0 if m < 16 else 3.0}
+    curves = sample_curves(models, (1, 2, 4, 8, 16, 32))
+    assert irregular(curves) == {}
+    assert irregular(curves, 1) == {"large": {8: 32}}
+    assert irregular(curves, 2) == {"large": {8: 32, 4: 32}}
+
+
+@pytest.mark.parametrize(("noise", "is_irregular"), [(0.02, True), (0.3, False)])
+def test_kernels_are_not_irregular_within_the_noise(noise: float, is_irregular: bool) -> None:
+    models = {"k": lambda m: 1.5 if m == 8 else 1.0}
+    curves = replace(sample_curves(models, (4, 8, 16)), noise={8: noise, 16: noise})
+    assert irregular(curves) == ({"k": {8: 16}} if is_irregular else {})
+
+
+@pytest.mark.parametrize(("reference", "is_irregular"), [({8: 4.0, 16: 4.4}, True), ({8: 6.0, 16: 4.0}, False)])
+def test_a_slow_machine_makes_no_kernel_irregular(reference: dict[int, float], is_irregular: bool) -> None:
+    curves = sample_curves({"k": lambda m: 1.5 if m == 8 else 1.0}, (4, 8, 16))
+    assert irregular(curves, 0, reference) == ({"k": {8: 16}} if is_irregular else {})
+
+
+@given(simulated_curves())
+def test_kernels_whose_time_grows_with_m_are_regular(curves: Curves) -> None:
+    assert irregular(curves) == {}
