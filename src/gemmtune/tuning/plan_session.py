@@ -29,7 +29,8 @@ _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
 _LEAST_CALLS = 3  # of a kernel that is timed at an M
-_LOAD_SHARE = 2.0  # of the seconds of load, for the load and the timings under it
+_UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
+_MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -52,7 +53,7 @@ class PlanSession(WeightSession):
         while True:
             self._time_coarsely()
             self._time_predicted()
-            self._time_under_load()
+            self._time_under_load(seconds)
             stopped = self._refine()
             chosen = self._verified_choice()
             if not self._extend_pool():
@@ -109,16 +110,17 @@ class PlanSession(WeightSession):
             sizes = list(wanted)[start : start + BATCH]
             self._time({m: wanted[m] for m in sizes}, len(sizes) / len(wanted) * budget_s)
 
-    def _time_under_load(self) -> None:
-        """Time the kernels that may serve many rows under load, where that changes a device's clock. The time for other
-        M is not shortened."""
+    def _time_under_load(self, seconds: float) -> None:
+        """Time the kernels that may serve many rows under load, where that changes a device's clock, unless it takes a
+        large part of ``seconds``. The time for other M is not shortened."""
         load_s, started = devices.get(self._target.device).profile.load_s, time.perf_counter()
         sizes = self._found.sizes_for_load() if load_s else []
-        if sizes:
+        budget_s = _UNDER_LOAD * load_s * len(sizes)
+        if sizes and budget_s <= _MOST_LOAD * seconds:
             layouts = [self._found.curves(packing) for packing in self._found.layouts()]
             near = {m: [name for curves in layouts for name in self._found.names_near(curves, m)] for m in sizes}
             wanted = {m: list(dict.fromkeys(names)) for m, names in near.items()}
-            self._time(wanted, _LOAD_SHARE * load_s * len(sizes), load_s)
+            self._time(wanted, budget_s, load_s)
         self._end += time.perf_counter() - started
 
     def _active(self, m: int) -> list[str]:
