@@ -141,7 +141,8 @@ def test_tensor_maps_are_cached_per_matrix(fake: FakeDriver) -> None:
         assert (values["a_desc"], values["b_desc"]) == (operands.a.data_ptr(), operands.b.data_ptr())
         assert (values["c_ptr"], values["t0"]) == (out.data_ptr(), operands.aux[0].data_ptr())
         assert (values["M"], values["N"], values["K"], values["ldc"], values["PROGRAMS"]) == (200, 192, 256, 192, 6)
-    assert len(kernel._weights) == 2  # type: ignore[attr-defined]
+    (weights,) = kernel._weights.values()  # type: ignore[attr-defined]
+    assert len(weights) == 2
     fake.statuses = [1]
     with pytest.raises(KernelError, match="launching persistent: CUDA error 1"):
         run_kernel(kernel, inputs)
