@@ -143,7 +143,7 @@ def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> No
     problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)
     for candidate in backend.plan_candidates(problem, H200):
         axis = "bm" if candidate.template == "mixed" else "bn"
-        copies = space.copies(problem, candidate.template, candidate.config, device)
+        copies = space.copies(problem, candidate.template, dict(candidate.config), device)
         tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, device.multiprocessors)
         assert [copy[axis] for copy in copies] == list(tiles.sizes)
         assert {**copies[-1], "fitted": 1} == dict(candidate.config)

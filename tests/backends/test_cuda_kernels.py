@@ -66,7 +66,7 @@ class Emulator:
 
     def load(self, problem: Problem, candidate: Candidate) -> GpuKernel:
         device = replace(space.device_limits(H200), multiprocessors=6)
-        configs = space.copies(problem, candidate.template, candidate.config, device)
+        configs = space.copies(problem, candidate.template, dict(candidate.config), device)
         built = [self._build(problem, candidate.template, config) for config in configs]
         libraries = {str(path).encode(): ctypes.CDLL(str(path)) for path, _ in built}
 

@@ -25,7 +25,7 @@ _FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not t
 _NEARLY, _NEARBY = 1.3, 1.5
 # Kernels that are timed at an M for what they took at the next M on either side. In ten plans of H100s (38 to 68 M
 # each, a script that was not kept) the fastest of six was 0.0% to 0.6% slower in the mean than that of the 6 to 14
-# within ``CLOSE``, and as much time measures up to twice as many M.
+# within ``CLOSE``. Plans of H100s have 83 to 100 measured M since, 73 to 97 before (every-m-20261127-*.json).
 _MOST_NEAR = 6
 _LOADED_S = 2e-5  # shorter calls do not keep a GPU busy enough to reach its power limit
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out

@@ -60,7 +60,8 @@ class CudaBackend(GpuBackend):
     def _recipe(self, problem: Problem, candidate: Candidate, target: Target) -> tuple[str, Callable[[], bytes]]:
         device, template = device_limits(target), candidate.template
         sources = [
-            generate(problem, template, config) for config in space.copies(problem, template, candidate.config, device)
+            generate(problem, template, config)
+            for config in space.copies(problem, template, dict(candidate.config), device)
         ]
 
         def key_of(texts: Sequence[str]) -> str:

@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ...core.epilogue import GATES, Step
-from ...core.problem import Problem
+from ...core.problem import Problem, Quant
 from ..gpu.rules import MAX_STEPS, float_at, step_constants
 
 TYPES = {
@@ -74,8 +74,8 @@ def epilogue_vectors(problem: Problem, rows: int, columns: int, threads: int) ->
         for index, step in enumerate(problem.epilogue)
         if step.takes_tensor and step.axis not in _NO_VECTORS
     ]
-    if _has_vector_of_scales(problem) and problem.b.quant is not None:
-        loaded.insert(0, ("s_ptr", problem.b.quant.scale_dtype, "col", False))
+    if (quant := _quant_of_sums(problem)) is not None:
+        loaded.insert(0, ("s_ptr", quant.scale_dtype, "col", False))
     vectors: dict[str, Vector] = {}
     offset = 0
     for name, dtype, axis, integer in loaded:
@@ -90,7 +90,7 @@ def vector_words(problem: Problem, rows: int, columns: int) -> int:
     columns. Search spaces ask for it for each configuration."""
     steps = (step for step in problem.epilogue if step.takes_tensor and step.axis not in _NO_VECTORS)
     words = sum(_length(step.axis, rows, columns) for step in steps)
-    return words + (columns if _has_vector_of_scales(problem) else 0)
+    return words + (columns if _quant_of_sums(problem) is not None else 0)
 
 
 def _length(axis: str, rows: int, columns: int) -> int:
@@ -98,9 +98,9 @@ def _length(axis: str, rows: int, columns: int) -> int:
     return rows if axis == "row" else columns if axis == "col" else 1
 
 
-def _has_vector_of_scales(problem: Problem) -> bool:
-    """Whether the final sums are multiplied by the weight's scales."""
-    return problem.b.quant is not None and not scale_group(problem)
+def _quant_of_sums(problem: Problem) -> Quant | None:
+    """Return the quantisation of a weight whose scales the final sums are multiplied by; None without such scales."""
+    return None if scale_group(problem) else problem.b.quant
 
 
 def scale_group(problem: Problem) -> int:
@@ -122,7 +122,7 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
     is one factor of a gate. (Norms, which are in front of the product, and gates are parts of the templates.)"""
     lines, name = [], "sum"
     float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
-    if problem.b.quant is not None and not scale_group(problem):
+    if _quant_of_sums(problem) is not None:
         lines.append(f"sum *= {vectors['s_ptr'].expression()};")
     for index, step in enumerate((*problem.epilogue, None)):
         if index == float_index:

@@ -1,5 +1,5 @@
-"""Kernels whose tiles are fitted to M: several kernels of one template (``mixed`` or ``slab``) that differ in one size
-of their tiles. The host chooses one of them by M, so that blocks divide the output evenly."""
+"""Kernels whose tiles are fitted to M: several kernels of one template (``mixed`` or ``slab``), the copies, that differ
+in one size of their tiles. The host launches one of them by M, so that blocks divide the output evenly."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .source import MIXED, SLAB
 _AXES = {MIXED: "bm", SLAB: "bn"}
 _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
-MAX_STAGES = 24
+MAX_STAGES = 24  # of a kernel, fitted or not
 
 
 def is_fitted(config: dict[str, Any]) -> bool:

@@ -29,7 +29,7 @@ class Skinny(GridKernel):
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
 
 
-class _MaybeFitted(TmaKernel):
+class _FittableKernel(TmaKernel):
     """A kernel whose tiles may be fitted to M: it then has a cubin for each size of its tiles."""
 
     clips_boxes = True
@@ -38,6 +38,7 @@ class _MaybeFitted(TmaKernel):
         super().__init__(problem, candidate, parts)
         self._config = dict(candidate.config)
         self._copies: dict[int, LoadedCubin] = {}
+        self._tiles: dict[int, FittedTiles] = {}  # by device
         if is_fitted(self._config):
             self._copies = {self._size_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
             self._copies[self._size_of(self.header)] = self.function
@@ -50,14 +51,16 @@ class _MaybeFitted(TmaKernel):
         """Return the size of the tiles for M rows along the axis that may be fitted."""
         if not self._copies:
             return self._size_of(self.header)
-        template, n, sizes = self.candidate.template, self.problem.n, self._copies
-        return FittedTiles(template, self._config, n, _multiprocessors(device), sizes).size_at(m)
+        if device not in self._tiles:
+            template, n = self.candidate.template, self.problem.n
+            self._tiles[device] = FittedTiles(template, self._config, n, _multiprocessors(device), self._copies)
+        return self._tiles[device].size_at(m)
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:
         return self._copies[self._size(m, device)] if self._copies else self.function
 
 
-class Mixed(_MaybeFitted):
+class Mixed(_FittableKernel):
     """The template ``mixed``: a cluster of blocks for each tile. int4 weights have the layout of ``skinny``."""
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
@@ -71,7 +74,7 @@ class Mixed(_MaybeFitted):
         return -(-m // self._size(m, device)) * self._tiles_n * self._split
 
 
-class Slab(_MaybeFitted):
+class Slab(_FittableKernel):
     """The template ``slab``: clusters of blocks. Each block loops over slabs, or each block of a cluster computes a
     part of the K of one slab."""
 

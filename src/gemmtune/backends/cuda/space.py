@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -153,15 +153,12 @@ def plan_candidates(problem: Problem, target: Target) -> list[Candidate]:
     return legal
 
 
-def copies(
-    problem: Problem, template: str, config: Iterable[tuple[str, Any]], device: DeviceLimits
-) -> list[dict[str, Any]]:
-    """Return the configs of the kernels that a candidate consists of: one for each size of its tiles."""
-    whole = dict(config)
-    if not is_fitted(whole):
-        return [whole]
-    sizes = FittedTiles(template, whole, problem.n, device.multiprocessors).sizes
-    return [copy_at(problem, template, whole, size, device.shared) for size in sizes]
+def copies(problem: Problem, template: str, config: dict[str, Any], device: DeviceLimits) -> list[dict[str, Any]]:
+    """Return the configs of the kernels that a candidate consists of: one for each size of its tiles, ascending."""
+    if not is_fitted(config):
+        return [config]
+    sizes = FittedTiles(template, config, problem.n, device.multiprocessors).sizes
+    return [copy_at(problem, template, config, size, device.shared) for size in sizes]
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
