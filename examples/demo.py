@@ -203,7 +203,7 @@ def print_comparison(result: Check, speedups: Mapping[str, Speedup]) -> None:
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variants", default="fp32,bf16,int8", help="comma separated [fp32,bf16,int8]")
-    parser.add_argument("--budget", type=float, default=3.0, help="seconds for measuring one problem [3]")
+    parser.add_argument("--budget", type=float, help="seconds for each problem [6, more where calls are slow]")
     parser.add_argument("--rounds", type=int, default=3, help="pairs of runs for each process and workload [3]")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers [4]")
     parser.add_argument("--report", type=Path, default=Path("report.html"), help="file of the report [report.html]")

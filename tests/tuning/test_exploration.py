@@ -107,10 +107,12 @@ class ScriptedWorker:
         self.replies: dict[str, Attempted] = {}
         self.tried: list[Candidate] = []
         self.cutoffs: list[float | None] = []
+        self.deadlines: list[float | None] = []
 
     def attempt(self, candidate: Candidate, deadline_s: float | None, cutoff_s: float | None) -> Attempted:
         self.tried.append(candidate)
         self.cutoffs.append(cutoff_s)
+        self.deadlines.append(deadline_s)
         self.clock.now += self.trial_s
         return self.replies.get(candidate.id, Attempted(OK, times_s=(0.25,)))
 
@@ -214,13 +216,33 @@ def test_exploring_ends_at_its_share_of_the_default_budget(clock: Clock, trial_s
     assert session.tried == X[:tried]
 
 
-@pytest.mark.parametrize(("trial_s", "tried"), [(6.0, 3), (12.0, 2), (12.5, 1), (13.0, 1)])
+@pytest.mark.parametrize(("trial_s", "tried"), [(5.5, 3), (6.0, 2), (11.5, 2), (12.0, 1), (13.0, 1)])
 def test_all_of_atens_candidates_are_tried_unless_that_takes_half_as_much_again(
     clock: Clock, trial_s: float, tried: int
 ) -> None:
     session = Session(clock, ListedSearch(ATEN), trial_s=trial_s, budget_s=8.0, strict=False)
     session.exploration.run(None)
     assert session.tried == ATEN[:tried]
+
+
+def test_slow_candidates_of_aten_leave_the_default_budget_a_rival(clock: Clock) -> None:
+    search = ListedSearch([*ATEN, *X])
+    session = Session(clock, search, trial_s=6.0, budget_s=8.0, strict=False)
+    session.exploration.run(None)
+    assert session.tried == [*ATEN[:2], *X[:3]]  # not the third of ATen's, and others until three times the budget
+    assert search.told[2] == (ATEN[2].id, None)
+
+
+def test_further_candidate_of_atens_ends_after_four_of_the_longest_trials(clock: Clock) -> None:
+    session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=0.75, budget_s=100.0, strict=False)
+    session.exploration.run(None)
+    assert session.worker.deadlines == [None, 3.0, 3.0, 7.5]
+
+
+def test_short_trial_of_atens_is_not_ended_before_two_seconds(clock: Clock) -> None:
+    session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=0.25, budget_s=100.0, strict=False)
+    session.exploration.run(None)
+    assert session.worker.deadlines == [None, 2.0, 2.0, 3.0]
 
 
 def test_exploring_continues_until_one_of_atens_candidates_works(clock: Clock) -> None:

@@ -30,6 +30,9 @@ EXPLORE_END, CONFIRM_END = 0.5, 0.75
 # Without a user's budget, a problem whose single calls are slow may take this multiple of the default budget.
 DEFAULT_OVERRUN = 1.5
 ATEN_END = 0.35  # ATen's share of a user's budget
+# A further candidate of ATen's that takes this multiple of the longest trial so far, and at least the seconds, is ended.
+# bfloat16 products with a row-major weight take PyTorch 60 times as long as others on CPUs without AVX-512.
+ATEN_PATIENCE, ATEN_PATIENCE_S = 4.0, 2.0
 MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's alone took the share for exploring
 # The fastest candidates whose screening times are within this factor are timed once more when there is time to spare:
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
@@ -162,17 +165,13 @@ class Exploration:
         return [candidate for candidate in self._candidates if candidate.id not in failures]
 
     def _must_stop(self, candidate: Candidate) -> bool:
-        """Whether exploring ends before ``candidate``.
+        """Whether exploring ends before ``candidate``, which it never does before one of ATen's (see ``_must_skip``).
 
-        All of ATen's candidates and some others are tried in any case, unless that takes far more than the budget.
+        Some others are tried in any case, unless that takes far more than the budget.
         """
-        share_spent = self._budget.share_spent
         if candidate.backend == BASELINE_BACKEND:
-            return (
-                not self._budget.strict
-                and share_spent > DEFAULT_OVERRUN
-                and self._ledger.best(is_baseline=True) is not None
-            )
+            return False
+        share_spent = self._budget.share_spent
         if self._budget.strict:
             too_late = share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > CONFIRM_END)
             return self._others_tried > 0 and (
@@ -183,9 +182,9 @@ class Exploration:
         return share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > 2 * DEFAULT_OVERRUN)
 
     def _must_skip(self, candidate: Candidate) -> bool:
-        """Whether a candidate of ATen's is skipped: within a user's budget ATen's further candidates must leave time
-        for a rival."""
-        if not self._budget.strict or candidate.backend != BASELINE_BACKEND or self._budget.share_spent < ATEN_END:
+        """Whether a candidate of ATen's is skipped, because ATen's further candidates must leave time for a rival."""
+        end = ATEN_END if self._budget.strict else DEFAULT_OVERRUN
+        if candidate.backend != BASELINE_BACKEND or self._budget.share_spent < end:
             return False
         if self._ledger.best(is_baseline=True) is None:
             return False
@@ -194,7 +193,7 @@ class Exploration:
 
     def _attempt(self, candidate: Candidate) -> Row:
         start = time.perf_counter()
-        result = self._worker.attempt(candidate, self._context.deadline_s(), self._cutoff_s(candidate))
+        result = self._worker.attempt(candidate, self._deadline_s(candidate), self._cutoff_s(candidate))
         row = self._ledger[candidate.id]
         row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
         row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
@@ -212,6 +211,13 @@ class Exploration:
             )
             self._context.slowest_s = max(self._context.slowest_s, elapsed_s)
         return row
+
+    def _deadline_s(self, candidate: Candidate) -> float | None:
+        """Return the seconds that the first trial of a candidate may take; None for the worker's own limit."""
+        deadline_s = self._context.deadline_s()
+        if deadline_s is None or candidate.backend != BASELINE_BACKEND:
+            return deadline_s
+        return min(deadline_s, max(ATEN_PATIENCE_S, ATEN_PATIENCE * self._context.slowest_s))
 
     def _cutoff_s(self, candidate: Candidate) -> float | None:
         """Return the screening time in seconds beyond which a candidate has no chance in a race.
