@@ -30,7 +30,7 @@ EXPLORE_END, CONFIRM_END = 0.5, 0.75
 # Without a user's budget, a problem whose single calls are slow may take this multiple of the default budget.
 DEFAULT_OVERRUN = 1.5
 ATEN_END = 0.35  # ATen's share of a user's budget
-# A further candidate of ATen's that takes this multiple of the longest trial so far, and at least the seconds, is ended.
+# A further candidate of ATen's ends after this multiple of the longest trial so far, and these seconds at least.
 # bfloat16 products with a row-major weight take PyTorch 60 times as long as others on CPUs without AVX-512.
 ATEN_PATIENCE, ATEN_PATIENCE_S = 4.0, 2.0
 MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's alone took the share for exploring
