@@ -234,15 +234,15 @@ def test_slow_candidates_of_aten_leave_the_default_budget_a_rival(clock: Clock) 
 
 
 def test_further_candidate_of_atens_ends_after_four_of_the_longest_trials(clock: Clock) -> None:
-    session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=0.75, budget_s=100.0, strict=False)
+    session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=1.0, budget_s=100.0, strict=False)
     session.exploration.run(None)
-    assert session.worker.deadlines == [None, 3.0, 3.0, 7.5]
+    assert session.worker.deadlines == [None, 4.0, 4.0, 10.0]
 
 
-def test_short_trial_of_atens_is_not_ended_before_two_seconds(clock: Clock) -> None:
+def test_short_trial_of_atens_is_not_ended_before_three_seconds(clock: Clock) -> None:
     session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=0.25, budget_s=100.0, strict=False)
     session.exploration.run(None)
-    assert session.worker.deadlines == [None, 2.0, 2.0, 3.0]
+    assert session.worker.deadlines == [None, 3.0, 3.0, 3.0]
 
 
 def test_exploring_continues_until_one_of_atens_candidates_works(clock: Clock) -> None:

@@ -30,9 +30,9 @@ EXPLORE_END, CONFIRM_END = 0.5, 0.75
 # Without a user's budget, a problem whose single calls are slow may take this multiple of the default budget.
 DEFAULT_OVERRUN = 1.5
 ATEN_END = 0.35  # ATen's share of a user's budget
-# A further candidate of ATen's ends after this multiple of the longest trial so far, and these seconds at least.
-# bfloat16 products with a row-major weight take PyTorch 60 times as long as others on CPUs without AVX-512.
-ATEN_PATIENCE, ATEN_PATIENCE_S = 4.0, 2.0
+# A further candidate of ATen's is ended after this multiple of the longest trial so far, where others have ten.
+# bfloat16 products with a row-major weight take PyTorch over ten times as long as others on CPUs without AVX-512.
+ATEN_PATIENCE = 4.0
 MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's alone took the share for exploring
 # The fastest candidates whose screening times are within this factor are timed once more when there is time to spare:
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
@@ -214,10 +214,11 @@ class Exploration:
 
     def _deadline_s(self, candidate: Candidate) -> float | None:
         """Return the seconds that the first trial of a candidate may take; None for the worker's own limit."""
-        deadline_s = self._context.deadline_s()
-        if deadline_s is None or candidate.backend != BASELINE_BACKEND:
-            return deadline_s
-        return min(deadline_s, max(ATEN_PATIENCE_S, ATEN_PATIENCE * self._context.slowest_s))
+        return (
+            self._context.deadline_s(ATEN_PATIENCE)
+            if candidate.backend == BASELINE_BACKEND
+            else self._context.deadline_s()
+        )
 
     def _cutoff_s(self, candidate: Candidate) -> float | None:
         """Return the screening time in seconds beyond which a candidate has no chance in a race.

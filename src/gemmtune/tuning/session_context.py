@@ -60,12 +60,12 @@ class SessionContext:
         except StoreError as error:
             log.debug("a failure is not remembered: %s", error)
 
-    def deadline_s(self) -> float | None:
-        """Return the seconds that one candidate may take: ten times the slowest so far, at least 3.
+    def deadline_s(self, patience: float = 10.0) -> float | None:
+        """Return the seconds that one candidate may take: ``patience`` times the slowest so far, at least 3.
 
         None, which stands for the worker's own limit, until one candidate has worked.
         """
-        return max(3.0, 10.0 * self.slowest_s) if self.slowest_s else None
+        return max(3.0, patience * self.slowest_s) if self.slowest_s else None
 
     def reserve_s(self) -> float:
         """Return the seconds that checking and racing the best baseline and the best other candidate will take."""
