@@ -139,7 +139,7 @@ def test_operands_move_twice_before_the_first_interim_test() -> None:
     challenger, baseline = make_entry("native", clock.kernel(0.5e-3)), make_entry("aten", clock.kernel(1e-3))
     result = paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0), move)
     assert result.won
-    assert result.places == [16, 33]
+    assert result.moves == [16, 33]
     assert len(moves) == 2
 
 
@@ -274,7 +274,7 @@ def test_times_of_the_rounds_before_the_test_count_in_the_mean() -> None:
 
 
 @pytest.mark.parametrize(
-    ("slow", "places", "is_faster"),
+    ("slow", "moves", "is_faster"),
     [
         (range(0), [], True),
         (range(10), [10], False),
@@ -286,9 +286,9 @@ def test_times_of_the_rounds_before_the_test_count_in_the_mean() -> None:
         (range(14), [], True),
     ],
 )
-def test_placement_with_a_few_pairs_must_show_the_gain(slow: range, places: list[int], is_faster: bool) -> None:
+def test_placement_with_a_few_pairs_must_show_the_gain(slow: range, moves: list[int], is_faster: bool) -> None:
     challenger = [1.1 if i in slow else 0.9 for i in range(30)]
-    test = PairedTest(challenger=challenger, baseline=[1.0] * 30, places=places)
+    test = PairedTest(challenger=challenger, baseline=[1.0] * 30, moves=moves)
     assert _faster_at_every_placement(test) is is_faster
 
 
@@ -425,15 +425,15 @@ def test_least_gain_and_first_look_are_options() -> None:
     assert result.reason.endswith("not faster by 10.0%")
 
 
-@pytest.mark.parametrize(("min_pairs", "places"), [(50, [16, 33]), (15, [5, 10]), (14, [7])])
-def test_operands_move_within_the_pairs_of_the_first_look(min_pairs: int, places: list[int]) -> None:
+@pytest.mark.parametrize(("min_pairs", "moves"), [(50, [16, 33]), (15, [5, 10]), (14, [7])])
+def test_operands_move_within_the_pairs_of_the_first_look(min_pairs: int, moves: list[int]) -> None:
     clock = FakeClock(noise=0.001)
     challenger, baseline = make_entry("native", clock.kernel(0.5e-3)), make_entry("aten", clock.kernel(1e-3))
     result = paired_test(
         challenger, baseline, clock, lambda _: 60.0, random.Random(0), lambda: True, min_pairs=min_pairs
     )
     assert result.won
-    assert result.places == places
+    assert result.moves == moves
 
 
 def test_pair_that_would_end_after_the_deadline_is_not_timed() -> None:

@@ -52,9 +52,9 @@ def test_pool_has_the_kernels_that_were_fast_at_some_m() -> None:
     assert ids(pool)[0] == PLAIN.id
     assert set(ids(pool)) == {PLAIN.id, SMALL.id, LARGE.id}
     by_id = {kernel.id: kernel for kernel in pool}
-    assert by_id[PLAIN.id].found_at == set(TUNED)
-    assert by_id[SMALL.id].found_at == {1, 8, 48}
-    assert by_id[LARGE.id].found_at == {48, 256}
+    assert by_id[PLAIN.id].fast_at == set(TUNED)
+    assert by_id[SMALL.id].fast_at == {1, 8, 48}
+    assert by_id[LARGE.id].fast_at == {48, 256}
     assert [by_id[name].tuned_m for name in (SMALL.id, LARGE.id)] == [1, 48]
     assert [by_id[name].tile_rows for name in (SMALL.id, LARGE.id, PLAIN.id)] == [16, 128, 1]
     assert [kernel.is_plain for kernel in pool] == [True, False, False]
@@ -199,7 +199,7 @@ def test_nearest_sizes_are_on_both_sides(m: int, expected: set[int]) -> None:
 def test_served_pool_has_one_kernel_of_each_layout_and_decision() -> None:
     slow_layout = simulated("q", lambda m: 2.0 * SMALL.seconds(m), packing="q")
     pool = served_pool(decisions_at([SMALL, LARGE, slow_layout], TUNED))
-    assert {kernel.id: kernel.found_at for kernel in pool} == {
+    assert {kernel.id: kernel.fast_at for kernel in pool} == {
         PLAIN.id: set(TUNED), SMALL.id: {1, 8, 48}, LARGE.id: {256}, slow_layout.id: set(TUNED),
     }  # fmt: skip
 

@@ -397,7 +397,7 @@ def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryS
     session._time({32: [packed.id]}, 1.0)
     worker.stalls[SMALL.id, 32] = 5.0
     session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
-    found = session._found
+    found = session._measurements
     assert found._suspicious("") == {32: [SMALL.id], 64: [SMALL.id]}
     worker.stalls[SMALL.id, 32] = 5.0
     session._time({32: [SMALL.id], 64: [SMALL.id]}, 1.0)
@@ -412,9 +412,9 @@ def test_surcharges_that_fall_with_m_make_no_kernel_irregular(clock: FakeTime, s
         PROBLEM, current_target(), store, worker, decisions_at([packed], TUNED), RANGE, silent, 0, counts={}
     )  # type: ignore[arg-type]
     session._extend_pool()
-    session._found.surcharges = {"packed": {1: 2.0, 64: 1.0}}
+    session._measurements.surcharges = {"packed": {1: 2.0, 64: 1.0}}
     session._time({m: [packed.id] for m in (1, 2, 64)}, 1.0)
-    assert session._found._suspicious("p:x") == {}
+    assert session._measurements._suspicious("p:x") == {}
 
 
 def test_kernels_with_copies_of_their_code_are_verified_in_each(

@@ -322,7 +322,7 @@ def test_fast_kernels_of_the_largest_tuned_m_have_other_clusters_for_more_rows()
     problem = PROBLEM_OF_DTYPE["fp8"].with_m(2048)
     slabs = [c for c in legal_candidates(backends.get("cuda"), problem) if c.template == "slab" and c["cluster"] == 1]
     pool = [PoolKernel.of(slabs[0], 2048, None), PoolKernel.of(slabs[1], 128, None)]
-    pool[0].found_at, pool[1].found_at = {2048}, {128}
+    pool[0].fast_at, pool[1].fast_at = {2048}, {128}
     kernels = kernels_with_other_clusters(problem, H200, pool, SIZES, ())
     assert kernels
     for kernel in kernels:
@@ -332,7 +332,7 @@ def test_fast_kernels_of_the_largest_tuned_m_have_other_clusters_for_more_rows()
         assert (kernel.tuned_m, kernel.predicted_for) == (4096, {4096, 8192})
     assert kernels_with_other_clusters(problem, H200, pool, SIZES, [kernel.id for kernel in kernels]) == []
     assert kernels_with_other_clusters(problem, H200, pool, SizeRange(1, 4096, TUNED), ()) == []
-    pool[0].found_at = {128}
+    pool[0].fast_at = {128}
     assert kernels_with_other_clusters(problem, H200, pool, SIZES, ()) == []
 
 

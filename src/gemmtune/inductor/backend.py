@@ -169,8 +169,8 @@ def compile(
     Raises as ``parse_options`` at once, not at the first call.
     """
     parse_options(mode, options)
-    given = None if options is None else dict(options)
-    return torch.compile(model, backend=_BackendWithArguments(mode, given), fullgraph=fullgraph, dynamic=dynamic)
+    own_options = None if options is None else dict(options)
+    return torch.compile(model, backend=_BackendWithArguments(mode, own_options), fullgraph=fullgraph, dynamic=dynamic)
 
 
 class _BackendWithArguments:

@@ -50,10 +50,10 @@ def parse_options(mode: str | None = None, options: Mapping[str, Any] | None = N
     mode: one of PyTorch's. options: gemmtune's own (the fields of Options) and Inductor's, under PyTorch's names.
     Raises ValueError for an unknown mode or option, and TypeError or ValueError for a bad value.
     """
-    given = dict(options or {})
-    ours = {name: given.pop(name) for name in _OURS if name in given}
+    remaining = dict(options or {})
+    ours = {name: remaining.pop(name) for name in _OURS if name in remaining}
     # Freezing would pack the weights for oneDNN before gemmtune sees the products.
-    patches = {"freezing": False, **_mode_patches(mode), **_inductor_patches(given)}
+    patches = {"freezing": False, **_mode_patches(mode), **_inductor_patches(remaining)}
     policy = ours.get("policy", "on-miss")
     if policy not in get_args(Policy):
         raise ValueError(f"options: policy must be one of {', '.join(get_args(Policy))}; got {policy!r}")
@@ -85,8 +85,8 @@ def launch_patches(options: Options) -> dict[str, Any]:
     ``combo_kernels`` makes one kernel of independent ones. With ``triton.enable_pdl`` a kernel may begin before the one
     in front of it has ended (programmatic dependent launch). benchmarks/e2e_gpu.py measures both.
     """
-    known = inductor_config.get_config_copy()
-    return {name: True for name in (PDL, COMBO) if name in known and name not in options.inductor}
+    config = inductor_config.get_config_copy()
+    return {name: True for name in (PDL, COMBO) if name in config and name not in options.inductor}
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
@@ -100,20 +100,20 @@ def _mode_patches(mode: str | None) -> dict[str, Any]:
     return patches
 
 
-def _inductor_patches(given: Mapping[str, Any]) -> dict[str, Any]:
+def _inductor_patches(options: Mapping[str, Any]) -> dict[str, Any]:
     """Return Inductor's options, with underscores for dashes. Raises ValueError for an unknown one."""
-    known = inductor_config.get_config_copy()
+    config = inductor_config.get_config_copy()
     patches = {}
-    for key, value in given.items():
+    for key, value in options.items():
         name = key.replace("-", "_")
-        if name not in known:
+        if name not in config:
             ours = ", ".join(_OURS)
             raise ValueError(
                 f"options: {key!r} is neither an option of gemmtune ({ours}) nor one of Inductor; "
                 "torch._inductor.list_options() lists those"
             )
-        if type(known[name]) in (bool, int, float, str) and type(value) is not type(known[name]):
-            expected = type(known[name]).__name__
+        if type(config[name]) in (bool, int, float, str) and type(value) is not type(config[name]):
+            expected = type(config[name]).__name__
             raise TypeError(f"options: {key!r} must be of type {expected}; got {type(value).__name__}")
         patches[name] = value
     return patches

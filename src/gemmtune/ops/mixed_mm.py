@@ -61,8 +61,8 @@ def quant_weight(
     checks.require_dtype("mixed_mm", f"mat2's dtype (bits={bits})", data.dtype, allowed)
     rows = k if bits == 8 else -(-k // 2)
     if data.shape[0] != rows:
-        held = data.shape[0] if bits == 8 else 2 * data.shape[0]
-        raise checks.ShapeError(f"mixed_mm(): mat1 has K = {k}, and mat2 {list(data.shape)} holds K = {held}")
+        stored_k = data.shape[0] if bits == 8 else 2 * data.shape[0]
+        raise checks.ShapeError(f"mixed_mm(): mat1 has K = {k}, and mat2 {list(data.shape)} holds K = {stored_k}")
     if group_size is not None and (isinstance(group_size, bool) or not isinstance(group_size, int) or group_size < 1):
         raise ValueError(f"mixed_mm(): group_size must be a positive int or None; got {group_size!r}")
     group = None if group_size is None or group_size >= k else group_size
@@ -129,8 +129,8 @@ def _require_agreement(packed: PackedWeight, bits: int, group_size: int | None) 
         raise ValueError(f"mixed_mm(): bits = {bits!r}, and the packed weight holds {packed.dtype}")
     group = packed.quant.group
     if group_size is not None and group_size != group and (group is not None or group_size < packed.k):
-        held = "one scale per output channel" if group is None else f"groups of {group}"
-        raise ValueError(f"mixed_mm(): group_size = {group_size!r}, and the packed weight has {held}")
+        packed_scales = "one scale per output channel" if group is None else f"groups of {group}"
+        raise ValueError(f"mixed_mm(): group_size = {group_size!r}, and the packed weight has {packed_scales}")
 
 
 def _takes_as_they_are(weight: QuantWeight, scale: Tensor, zero_point: Tensor | None) -> bool:

@@ -37,7 +37,7 @@ class PairedTest:
     """The state and result of one paired test.
 
     challenger, baseline: seconds per call of the challenger and of the baseline, pair by pair. reason: the decision
-    and why, in words. stalled: the share of pairs set aside at the last look. places: the numbers of the pairs before
+    and why, in words. stalled: the share of pairs set aside at the last look. moves: the numbers of the pairs before
     which operands were moved. error_spent: the part of the allowed error that the looks have used. interval: the paired
     ratio's interval at the last look, None with too few pairs. decided: whether the interval (or a win) settled the
     test, rather than the deadline. unclear: whether the medians show a gain, and the mean does not (yet). round_times:
@@ -49,7 +49,7 @@ class PairedTest:
     challenger: list[float] = field(default_factory=list)
     baseline: list[float] = field(default_factory=list)
     stalled: float = 0.0
-    places: list[int] = field(default_factory=list)
+    moves: list[int] = field(default_factory=list)
     error_spent: float = 0.0
     interval: Interval | None = None
     decided: bool = False
@@ -92,7 +92,7 @@ def paired_test(
             look_at = min(FIRST_SLOW_LOOK, min_pairs) if cost > SLOW_PAIR_S else min_pairs
             moves_at = {look_at // 2} if look_at < 3 * _MIN_PAIRS_PER_PLACEMENT else {look_at // 3, 2 * look_at // 3}
         if len(test.challenger) in moves_at and move():
-            test.places.append(len(test.challenger))
+            test.moves.append(len(test.challenger))
         max_pairs = _MAX_PAIRS_STALLS if test.unclear else MAX_PAIRS
         last = len(test.challenger) >= max_pairs or clock.now() + cost > deadline(test)
         if len(test.challenger) >= look_at or last:
@@ -100,7 +100,7 @@ def paired_test(
                 return test
             look_at = min(_MAX_PAIRS_STALLS if test.unclear else MAX_PAIRS, round(look_at * _GROWTH) + 1)
             if move():
-                test.places.append(len(test.challenger))
+                test.moves.append(len(test.challenger))
         try:
             started = clock.now()
             _time_pair(test, challenger, baseline, clock, rng)
@@ -177,7 +177,7 @@ def _all_times(test: PairedTest) -> tuple[list[float], list[float]]:
 
 def _faster_at_every_placement(test: PairedTest) -> bool:
     """Whether the challenger has the better median at every placement of the operands that has a few pairs."""
-    bounds = [0, *test.places, len(test.challenger)]
+    bounds = [0, *test.moves, len(test.challenger)]
     for first, last in itertools.pairwise(bounds):
         challenger_s, baseline_s = test.challenger[first:last], test.baseline[first:last]
         if (

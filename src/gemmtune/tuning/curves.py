@@ -189,7 +189,7 @@ def irregular(
     the range of M in which a kernel may serve counts: from the first to the last M at which its time is close to the
     least, and ``margin`` more measured M on either side. Surcharges must not be part of the times: they fall with M.
     """
-    found: dict[str, dict[int, int]] = {}
+    slow: dict[str, dict[int, int]] = {}
     reference = reference or {}
     least = least_times(curves.times.values())
     for name, times in curves.times.items():
@@ -201,10 +201,10 @@ def irregular(
             noise = (1.0 + curves.noise.get(m, 0.0)) * (1.0 + curves.noise.get(fastest, 0.0))
             slower = reference[m] / reference[fastest] if {m, fastest} <= set(reference) else 1.0
             if m in inside and times[m] > IRREGULAR * noise * max(1.0, slower) * times[fastest]:
-                found.setdefault(name, {})[m] = fastest
+                slow.setdefault(name, {})[m] = fastest
             if times[m] < times[fastest]:
                 fastest = m
-    return found
+    return slow
 
 
 def point_weights(curves: Curves) -> dict[int, float]:

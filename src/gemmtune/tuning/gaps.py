@@ -17,19 +17,19 @@ _NARROW = 1.04  # below this ratio of two neighboring M, times between them are 
 
 
 def expected_losses(
-    curves: Curves, found: Sequence[PlanInterval], names: Callable[[int], Sequence[str]], least: float
+    curves: Curves, intervals: Sequence[PlanInterval], names: Callable[[int], Sequence[str]], least: float
 ) -> list[tuple[int, str]]:
     """Return M that were not measured at which a kernel is expected to be faster than the one that serves, and this
     kernel; at most one M between two measured ones. Those come first at which most is lost, by the share of calls.
 
     names(m): the kernels to consider at M. least: the share of time below which a loss does not count.
     """
-    weight, starts = curves.weight(), [interval.first for interval in found]
+    weight, starts = curves.weight(), [interval.first for interval in intervals]
     losses: dict[int, tuple[float, int, str]] = {}
     for a, b in itertools.pairwise(curves.sizes):
         step = max(GRID, GRID * round((b - a) / (GRID * _PER_GAP)))
         for m in range(step * (a // step + 1), b, step):
-            serving = found[bisect_right(starts, m) - 1].kernel
+            serving = intervals[bisect_right(starts, m) - 1].kernel
             seconds = curves.expected(serving, m) or curves.at_most(serving, m)
             options = [(expected_s, name) for name in names(m) if (expected_s := curves.expected(name, m))]
             best_s, name = min(options, default=(math.inf, ""))
@@ -56,12 +56,12 @@ class Gap:
 def gaps(curves: Curves, points: Mapping[int, str]) -> list[Gap]:
     """Return the gaps between measured M, the most urgent first."""
     sizes, weight = curves.sizes, curves.weight()
-    found = []
+    result = []
     for a, b in itertools.pairwise(sizes):
         if b - a > 1:
             loss = _possible_loss(curves, points, a, b)
-            found.append(Gap(a, b, loss, loss * weight(a + 1, b - 1), points[a] == curves.plain))
-    return sorted(found, key=lambda gap: -gap.urgency)
+            result.append(Gap(a, b, loss, loss * weight(a + 1, b - 1), points[a] == curves.plain))
+    return sorted(result, key=lambda gap: -gap.urgency)
 
 
 def _possible_loss(curves: Curves, points: Mapping[int, str], a: int, b: int) -> float:

@@ -50,19 +50,19 @@ def _starts_between(
     boundary = b if left == right else _boundary(curves, left, right, a, b)
     rows = max(1, curves.steps.get(left, 1))
     step = min(rows * -(-a // rows) + 1, boundary)  # up to here ``left`` takes as long as at ``a``
-    found = list[tuple[int, str]]()
+    starts = list[tuple[int, str]]()
     for first, end, name in ((step, boundary, left), (boundary, b, right)):
         if first < end:
-            found += [(first, curves.plain), (_first_not_slower(curves, name, a, b, first, end), name)]
-    found.append((b, right))
+            starts += [(first, curves.plain), (_first_not_slower(curves, name, a, b, first, end), name)]
+    starts.append((b, right))
     # Where the next run begins at the same M, a run is empty.
-    return [start for start, after in itertools.pairwise([*found, (b + 1, "")]) if start[0] < after[0]]
+    return [start for start, after in itertools.pairwise([*starts, (b + 1, "")]) if start[0] < after[0]]
 
 
 def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b: int) -> list[tuple[int, str]]:
     """Return the starts of runs between the measured M ``a``, which ``left`` serves, and ``b``: of the kernels that are
     expected to be the fastest, among those that take no longer than ATen's plain op."""
-    found, current = list[tuple[int, str]](), left
+    starts, current = list[tuple[int, str]](), left
     steps = {GRID, *(curves.steps.get(name, GRID) for name in chosen)} - {1}
     firsts = {m for rows in steps for m in range(rows * (a // rows + 1) + 1, b, rows)}  # of a row of tiles
     for m in sorted({a + 1, *firsts} - {b}):
@@ -70,9 +70,9 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
         fastest = min(options, key=lambda name: options[name], default=curves.plain or left)
         if current not in options or options[current] > (1.0 + _EXPECTED_GAIN) * options[fastest]:
             if fastest != current:
-                found.append((m, fastest))
+                starts.append((m, fastest))
             current = fastest
-    return found
+    return starts
 
 
 def _is_safe(curves: Curves, name: str, a: int, b: int, m: int) -> bool:

@@ -33,15 +33,15 @@ class KeyedSession(WeightSession):
         self._started = time.perf_counter()
         self._end = self._started + seconds
         self._add(served_pool(self._decisions, self._faulty))
-        kernels = KeyKernels(self._sizes.runs, self._found)
+        kernels = KeyKernels(self._sizes.runs, self._measurements)
         self._worker.open(self._problem, self._seed)
         self._time_runs(kernels)
         chosen: dict[str, tuple[PlanInterval, ...]] = {}
-        for packing in self._found.layouts():
+        for packing in self._measurements.layouts():
             if packing and chosen:  # a weight is packed once, and the best layout comes first
                 continue
-            if found := self._verified_intervals(kernels, packing):
-                chosen[packing] = found
+            if intervals := self._verified_intervals(kernels, packing):
+                chosen[packing] = intervals
         return self._plan(chosen, "each key was timed")
 
     def _time_runs(self, kernels: KeyKernels) -> None:
@@ -50,31 +50,31 @@ class KeyedSession(WeightSession):
         wanted = kernels.wanted()
         self._time_in_batches(sorted(wanted), lambda m: wanted[m], _FIRST_SHARE * (self._end - time.perf_counter()))
         again: dict[int, list[str]] = {}
-        for packing in filter(None, self._found.layouts()):
-            for m, names in self._found.slower_than_plain(kernels.by_m(packing)).items():
+        for packing in filter(None, self._measurements.layouts()):
+            for m, names in self._measurements.slower_than_plain(kernels.by_m(packing)).items():
                 again.setdefault(m, list(kernels.plain)).extend(names)
         self._time_in_batches(sorted(again), lambda m: again[m], max(0.0, self._end - time.perf_counter()))
 
     def _verified_intervals(self, kernels: KeyKernels, packing: str) -> tuple[PlanInterval, ...]:
         """Return the intervals of a layout, all of whose kernels were verified; empty where it cannot serve. ATen's
         plain op takes the place of a kernel of the raw layout that fails."""
-        while found := kernels.intervals(packing):
-            if self._verify(found):
+        while intervals := kernels.intervals(packing):
+            if self._verify(intervals):
                 break
-        return found
+        return intervals
 
 
 class KeyKernels:
     """The kernels of each run of M with one key, by what was measured so far.
 
-    runs: ascending, without gaps. found: the pool of ``served_pool``, and its times.
+    runs: ascending, without gaps. measurements: the pool of ``served_pool``, and its times.
     """
 
-    def __init__(self, runs: Sequence[KeyRun], found: Measurements) -> None:
-        self._runs, self._found = runs, found
+    def __init__(self, runs: Sequence[KeyRun], measurements: Measurements) -> None:
+        self._runs, self._measurements = runs, measurements
         self._tuned_m = representatives(runs)
-        self._layouts = {kernel.packing or "" for kernel in found.pool.values() if not kernel.is_plain}
-        self.plain = [name for name, kernel in found.pool.items() if kernel.is_plain]
+        self._layouts = {kernel.packing or "" for kernel in measurements.pool.values() if not kernel.is_plain}
+        self.plain = [name for name, kernel in measurements.pool.items() if kernel.is_plain]
 
     def wanted(self) -> dict[int, list[str]]:
         """Return the M at which kernels are timed, with these kernels: ATen's plain op and those of the run."""
@@ -90,7 +90,7 @@ class KeyKernels:
 
     def intervals(self, packing: str) -> tuple[PlanInterval, ...]:
         """Return an interval for each run; none where a run has no kernel that may serve it."""
-        curves = self._found.curves(packing)
+        curves = self._measurements.curves(packing)
         names = [self._serving(curves, run, packing) for run in self._runs]
         if not all(names):
             return ()
@@ -107,8 +107,8 @@ class KeyKernels:
         A packed weight needs a kernel at every M: without one of its own, the key has that of the nearest one.
         """
         m = self._tuned_m[run.key]
-        kernels = [k for k in self._found.pool.values() if (k.packing or "") == packing and not k.is_plain]
-        own = next((kernel.id for kernel in kernels if m in kernel.found_at), "")
+        kernels = [k for k in self._measurements.pool.values() if (k.packing or "") == packing and not k.is_plain]
+        own = next((kernel.id for kernel in kernels if m in kernel.fast_at), "")
         if own or not packing:
             return own
         return min(kernels, key=lambda kernel: _distance(kernel, m)).id if kernels else ""
@@ -120,7 +120,7 @@ class KeyKernels:
         layout's was timed at each of them; whether the layout is fast enough is decided for all M together
         (``dispatch/plan_layouts.py``).
         """
-        name, out = self._kernel(run, packing), self._found.out
+        name, out = self._kernel(run, packing), self._measurements.out
         is_right = name in curves.times and name not in out
         if is_right and all(curves.usable(name, m) < math.inf for m in self._sizes(run)):
             return name
@@ -129,4 +129,4 @@ class KeyKernels:
 
 def _distance(kernel: PoolKernel, m: int) -> float:
     """Return the least ratio of an M and the M of the Decisions that a kernel comes from."""
-    return min(max(m, size) / min(m, size) for size in kernel.found_at)
+    return min(max(m, size) / min(m, size) for size in kernel.fast_at)

@@ -116,12 +116,12 @@ class Measurements:
         larger M, or as that many calls at a smaller one. Zero without times."""
         return min((seconds * max(1.0, m / size) for size, seconds in self.times[name].items()), default=0.0)
 
-    def found_at(self) -> dict[str | None, set[int]]:
+    def fast_at(self) -> dict[str | None, set[int]]:
         """Return the M of the Decisions in which a kernel of each layout was fast."""
-        found: dict[str | None, set[int]] = {}
+        by_layout: dict[str | None, set[int]] = {}
         for kernel in self.pool.values():
-            found.setdefault(kernel.packing, set()).update(kernel.found_at)
-        return found
+            by_layout.setdefault(kernel.packing, set()).update(kernel.fast_at)
+        return by_layout
 
     def far_behind(self, m: int) -> set[str]:
         """Return the kernels that took more than ``_FAR_BEHIND`` times the least time of all that may serve at the
@@ -133,7 +133,7 @@ class Measurements:
             name
             for name, size in below.items()
             if size in least
-            and size >= max(self.pool[name].found_at, default=0)
+            and size >= max(self.pool[name].fast_at, default=0)
             and self.times[name][size] > _FAR_BEHIND * least[size]
         }
 
@@ -215,9 +215,9 @@ class Measurements:
             return self._again(curves, slow)
         if holes := self._holes(curves, set(points.values())):
             return holes
-        found = intervals.intervals(curves, points)
-        unseen = self._unseen_parities(curves, found)
-        promising = unseen[:BATCH] or self._expected_losses(curves, found)[: BATCH // 2]
+        plan_intervals = intervals.intervals(curves, points)
+        unseen = self._unseen_parities(curves, plan_intervals)
+        promising = unseen[:BATCH] or self._expected_losses(curves, plan_intervals)[: BATCH // 2]
         wanted = {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in promising}
         if not unseen:
             urgent = [gap for gap in gaps.gaps(curves, points) if gap.loss > _LOSS and gap.urgency > 0.0]
@@ -276,11 +276,11 @@ class Measurements:
         """Return the first few of the M to measure again, with their kernels and those that may be faster there."""
         return {m: list(dict.fromkeys((*self.names_near(curves, m), *wanted[m]))) for m in sorted(wanted)[:BATCH]}
 
-    def _unseen_parities(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+    def _unseen_parities(self, curves: Curves, plan_intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it; or
         nearby, for kernels with estimates, whose intervals need no measurement inside."""
         sizes = []
-        for interval in found:
+        for interval in plan_intervals:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
                 continue
             reach = 1.0 if self._estimate(interval.kernel, interval.first) is None else _NEARBY
@@ -293,7 +293,7 @@ class Measurements:
                     sizes.append((m, interval.kernel))
         return sizes
 
-    def _expected_losses(self, curves: Curves, found: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+    def _expected_losses(self, curves: Curves, plan_intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return M at which a kernel is expected to be faster than the one that serves, and this kernel."""
         least = least_times(curves.times.values())
         fast = {
@@ -311,7 +311,7 @@ class Measurements:
                 or any(size <= _NEARBY * m for size in sizes[bisect_left(sizes, m) :][:1])
             ]
 
-        return gaps.expected_losses(curves, found, nearly_fastest, _LOSS)
+        return gaps.expected_losses(curves, plan_intervals, nearly_fastest, _LOSS)
 
     def names_near(self, curves: Curves, m: int) -> list[str]:
         """Return the kernels that may be the fastest at M: ATen's plain op, and up to ``_MOST_NEAR`` of those close to

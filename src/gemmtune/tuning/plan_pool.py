@@ -24,10 +24,11 @@ RowsOf = Callable[[Decision, str, Collection[str]], list[Evidence]]
 
 @dataclass
 class PoolKernel:
-    """A candidate with the M that it is loaded for, its layout, and the M of the Decisions in which it was fast.
+    """A candidate with the M that it is loaded for, and its layout.
 
     is_plain: whether it is ATen's plain op, which may serve any M. tile_rows: the rows of its output tile; 1 where they
-    are not known. predicted_for: M without a Decision at which its backend expects it to be fast.
+    are not known. fast_at: the M of the Decisions in which it was fast. predicted_for: M without a Decision at which
+    its backend expects it to be fast.
     """
 
     candidate: Candidate
@@ -36,7 +37,7 @@ class PoolKernel:
     overlap: bool = True
     is_plain: bool = False
     tile_rows: int = 1
-    found_at: set[int] = field(default_factory=set)
+    fast_at: set[int] = field(default_factory=set)
     predicted_for: set[int] = field(default_factory=set)
 
     @classmethod
@@ -61,7 +62,7 @@ def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> 
 
 def served_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> list[PoolKernel]:
     """Return ATen's plain op and, for each layout of each Decision, the one kernel that serves its M in that layout, as
-    ``kernel_pool`` does. ``found_at`` has the M of these Decisions. A Decision by which ATen's plain op serves the raw
+    ``kernel_pool`` does. ``fast_at`` has the M of these Decisions. A Decision by which ATen's plain op serves the raw
     layout adds no other kernel of it."""
     return _pool(decisions, faulty, _served_rows)
 
@@ -79,8 +80,8 @@ def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsO
     for layout in (layout for decision in decisions for layout in decision.layouts.values()):
         tested[layout.candidate] = tested.get(layout.candidate, True) and layout.overlap
     for kernel in pool.values():
-        kernel.overlap = tested.get(kernel.id, overlap_without_test(kernel.found_at))
-    return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.found_at)))
+        kernel.overlap = tested.get(kernel.id, overlap_without_test(kernel.fast_at))
+    return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.fast_at)))
 
 
 def overlap_without_test(sizes: Iterable[int]) -> bool:
@@ -112,7 +113,7 @@ def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
 def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None:
     if row.id not in pool:
         pool[row.id] = PoolKernel.of(Candidate.from_dict(row.candidate), m, row.packing, row.id == plain)
-    pool[row.id].found_at.add(m)
+    pool[row.id].fast_at.add(m)
 
 
 def surcharges_of(decisions: Iterable[Decision]) -> dict[str, dict[int, float]]:
@@ -121,15 +122,15 @@ def surcharges_of(decisions: Iterable[Decision]) -> dict[str, dict[int, float]]:
     At an M they are those of the layout whose test found the smallest ratio; all packed layouts share them, since they
     follow from what the other work leaves in the cache more than from the layout.
     """
-    found: dict[str, dict[int, float]] = {}
+    by_form: dict[str, dict[int, float]] = {}
     for decision in decisions:
         for form in (RAW, PACKED):
             tests = [test for packing, test in decision.layouts.items() if (PACKED if packing else RAW) == form]
             test = min(tests, key=lambda test: test.ratio, default=None)
             if test is not None and test.candidate != test.baseline:
                 slower = max(1.0, test.worst_ratio / test.ratio)
-                found.setdefault(form, {})[int(decision.problem["m"])] = slower
-    return found
+                by_form.setdefault(form, {})[int(decision.problem["m"])] = slower
+    return by_form
 
 
 def nearest_sizes(sizes: Iterable[int], m: int) -> set[int]:

@@ -63,7 +63,7 @@ class PlanSession(WeightSession):
 
     def _extend_pool(self) -> bool:
         """Add the kernels that the pool lacks, without the faulty ones. Return whether there are any."""
-        new = [k for k in kernel_pool(self._decisions, self._faulty) if k.id not in self._found.pool]
+        new = [k for k in kernel_pool(self._decisions, self._faulty) if k.id not in self._measurements.pool]
         self._add(new)
         return bool(new)
 
@@ -73,9 +73,9 @@ class PlanSession(WeightSession):
             self._problem, self._target, self._decisions, self._sizes, self._counts, self._faulty
         )
         for kernel in expected:
-            if kernel.id in self._found.pool:
-                self._found.pool[kernel.id].predicted_for |= kernel.predicted_for
-        kernels = [kernel for kernel in expected if kernel.id not in self._found.pool]
+            if kernel.id in self._measurements.pool:
+                self._measurements.pool[kernel.id].predicted_for |= kernel.predicted_for
+        kernels = [kernel for kernel in expected if kernel.id not in self._measurements.pool]
         if kernels and build is not None:
             builds = build([(self._problem.with_m(k.tuned_m), k.candidate) for k in kernels], self._target)
             kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]
@@ -97,13 +97,13 @@ class PlanSession(WeightSession):
     def _time_predicted(self) -> None:
         """Time the kernels that are expected to be fast at some M there, with those that were fast at M nearby."""
         expected: dict[int, list[str]] = {}
-        for name, kernel in self._found.pool.items():
+        for name, kernel in self._measurements.pool.items():
             for m in kernel.predicted_for:
                 expected.setdefault(m, []).append(name)
-        layouts = [self._found.curves(packing) for packing in self._found.layouts()]
+        layouts = [self._measurements.curves(packing) for packing in self._measurements.layouts()]
         wanted = {}
         for m in sorted(expected):
-            near = (name for curves in layouts for name in self._found.names_near(curves, m))
+            near = (name for curves in layouts for name in self._measurements.names_near(curves, m))
             wanted[m] = list(dict.fromkeys((*near, *expected[m])))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         for start in range(0, len(wanted), BATCH):
@@ -114,11 +114,11 @@ class PlanSession(WeightSession):
         """Time the kernels that may serve many rows under load, where that changes a device's clock, unless it takes a
         large part of ``seconds``. The time for other M is not shortened."""
         load_s, started = devices.get(self._target.device).profile.load_s, time.perf_counter()
-        sizes = self._found.sizes_for_load() if load_s else []
+        sizes = self._measurements.sizes_for_load() if load_s else []
         budget_s = _UNDER_LOAD * load_s * len(sizes)
         if sizes and budget_s <= _MOST_LOAD * seconds:
-            layouts = [self._found.curves(packing) for packing in self._found.layouts()]
-            near = {m: [name for curves in layouts for name in self._found.names_near(curves, m)] for m in sizes}
+            layouts = [self._measurements.curves(packing) for packing in self._measurements.layouts()]
+            near = {m: [name for curves in layouts for name in self._measurements.names_near(curves, m)] for m in sizes}
             wanted = {m: list(dict.fromkeys(names)) for m, names in near.items()}
             self._time(wanted, budget_s, load_s)
         self._end += time.perf_counter() - started
@@ -130,14 +130,14 @@ class PlanSession(WeightSession):
 
         Layouts are compared over the whole range, so that each of them needs a kernel at every M.
         """
-        pool, behind = self._found.pool, self._found.far_behind(m)
-        near = {packing: nearest_sizes(found_at, m) for packing, found_at in self._found.found_at().items()}
+        pool, behind = self._measurements.pool, self._measurements.far_behind(m)
+        near = {packing: nearest_sizes(fast_at, m) for packing, fast_at in self._measurements.fast_at().items()}
         return [
             name
             for name, kernel in pool.items()
             if kernel.is_plain
             or any(max(m, size) <= _NEAR_EXPECTED * min(m, size) for size in kernel.predicted_for)
-            or (kernel.found_at & near[kernel.packing] and name not in behind)
+            or (kernel.fast_at & near[kernel.packing] and name not in behind)
         ]
 
     def _refine(self) -> str:
@@ -145,8 +145,8 @@ class PlanSession(WeightSession):
         why it ended."""
         while (remaining_s := self._end - time.perf_counter()) > 0.0:
             wanted: dict[int, list[str]] = {}
-            for packing in self._found.layouts():
-                for m, names in self._found.next_measurements(packing).items():
+            for packing in self._measurements.layouts():
+                for m, names in self._measurements.next_measurements(packing).items():
                     wanted.setdefault(m, []).extend(name for name in names if name not in wanted.get(m, ()))
             if not wanted:
                 return "no other M was worth a measurement"
@@ -160,7 +160,7 @@ class PlanSession(WeightSession):
         """Return the first of the wanted M that can be timed in some seconds, with their kernels."""
         affordable: dict[int, list[str]] = {}
         for m, names in wanted.items():
-            seconds -= _LEAST_CALLS * sum(self._found.expected_s(name, m) for name in names)
+            seconds -= _LEAST_CALLS * sum(self._measurements.expected_s(name, m) for name in names)
             if seconds < 0.0:
                 break
             affordable[m] = names
@@ -172,15 +172,15 @@ class PlanSession(WeightSession):
         """Return the intervals of the raw layout and of the best packed one that has right kernels, all of which were
         verified. A kernel that fails is left out, and kernels are chosen anew."""
         chosen: dict[str, tuple[PlanInterval, ...]] = {}
-        for packing in self._found.layouts():
+        for packing in self._measurements.layouts():
             if packing and chosen:  # a weight is packed once, and the best layout comes first
                 continue
             for _ in range(_MAX_CHECKS):
-                curves = self._found.curves(packing).without(self._found.out)
+                curves = self._measurements.curves(packing).without(self._measurements.out)
                 if not curves.sizes:
                     break
-                found = intervals.intervals(curves, self._found.serving(curves))
-                if self._verify(found):
-                    chosen[packing] = found
+                plan_intervals = intervals.intervals(curves, self._measurements.serving(curves))
+                if self._verify(plan_intervals):
+                    chosen[packing] = plan_intervals
                     break
         return chosen

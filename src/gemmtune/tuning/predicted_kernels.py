@@ -98,14 +98,14 @@ def kernels_for_last_size(
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
-    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.found_at}
+    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.fast_at}
     listed = _listed(problem.with_m(sizes.last), target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
-    known = {kernel.id for kernel in pool} | set(without)
-    found = [kernel for kernel in first.values() if kernel.id not in known]
-    for kernel in found:
+    excluded = {kernel.id for kernel in pool} | set(without)
+    kernels = [kernel for kernel in first.values() if kernel.id not in excluded]
+    for kernel in kernels:
         kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
-    return found
+    return kernels
 
 
 def kernels_of_libraries(
@@ -117,9 +117,9 @@ def kernels_of_libraries(
     are not returned.
     """
     ends = [sizes.first, *(m for m in sizes.tuned if sizes.first < m < sizes.last), sizes.last]
-    found = list[PoolKernel]()
+    kernels = list[PoolKernel]()
     for a, b in itertools.pairwise(ends):
-        is_fast = {kernel.candidate.backend for kernel in pool if kernel.found_at & {a, b}}
+        is_fast = {kernel.candidate.backend for kernel in pool if kernel.fast_at & {a, b}}
         libraries = [name for name in sorted(is_fast) if backends.get(name).lists_by_m]
         listed = _listed_sizes(a, b, b in sizes.tuned)
         for m, (below, above) in listed.items() if libraries else ():
@@ -127,8 +127,8 @@ def kernels_of_libraries(
             for kernel in _kernels_listed_at(problem.with_m(m), target, libraries):
                 if kernel.id not in without:
                     kernel.predicted_for = {size for size in near if size not in sizes.tuned}
-                    found.append(kernel)
-    return found
+                    kernels.append(kernel)
+    return kernels
 
 
 def kernels_with_other_clusters(
@@ -145,17 +145,17 @@ def kernels_with_other_clusters(
         return []
     middle = round(math.sqrt(largest * sizes.last))
     at_middle = problem.with_m(middle)
-    known, found = {kernel.id for kernel in pool} | set(without), list[PoolKernel]()
-    for kernel in (kernel for kernel in pool if largest in kernel.found_at):
+    excluded, kernels = {kernel.id for kernel in pool} | set(without), list[PoolKernel]()
+    for kernel in (kernel for kernel in pool if largest in kernel.fast_at):
         config, backend = dict(kernel.candidate.config), backends.get(kernel.candidate.backend)
         for other in backend.candidates(at_middle, target) if "cluster" in config else ():
-            if isinstance(other, Illegal) or other.template != kernel.candidate.template or other.id in known:
+            if isinstance(other, Illegal) or other.template != kernel.candidate.template or other.id in excluded:
                 continue
             if {**dict(other.config), "cluster": config["cluster"]} == config:
-                known.add(other.id)
-                found.append(PoolKernel.of(other, middle, kernel.packing))
-                found[-1].predicted_for = {middle, sizes.last}
-    return found
+                excluded.add(other.id)
+                kernels.append(PoolKernel.of(other, middle, kernel.packing))
+                kernels[-1].predicted_for = {middle, sizes.last}
+    return kernels
 
 
 def kernels_of_other_templates(
@@ -177,18 +177,18 @@ def kernels_of_other_templates(
     if sizes.last < _APART * largest:
         return []
     at_last, packings = problem.with_m(sizes.last), {kernel.packing for kernel in pool}
-    known = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool}
+    pool_templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool}
     tried = {str(row.candidate.get("backend")) for decision in decisions for row in decision.evidence}
-    found: dict[_Template, PoolKernel] = {}
+    by_template: dict[_Template, PoolKernel] = {}
     for name in sorted(tried & set(backends.names())):
         backend = backends.get(name)
         for candidate, template in _first_candidates(backend, at_last, target):
-            is_wanted = template not in known and template.packing in packings and candidate.id not in without
+            is_wanted = template not in pool_templates and template.packing in packings and candidate.id not in without
             if is_wanted and backend.estimated_s(at_last, candidate, target):
-                found.setdefault(template, PoolKernel.of(candidate, sizes.last, template.packing))
-    for kernel in found.values():
+                by_template.setdefault(template, PoolKernel.of(candidate, sizes.last, template.packing))
+    for kernel in by_template.values():
         kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
-    return list(found.values())
+    return list(by_template.values())
 
 
 def _listed_sizes(a: int, b: int, b_is_tuned: bool) -> dict[int, tuple[int, int]]:
@@ -375,7 +375,7 @@ def _first_candidates(backend: Backend, problem: Problem, target: Target) -> tup
 
     Cached, since they are listed for the same Problems before the last Decision and after it.
     """
-    found: list[tuple[Candidate, _Template]] = []
+    result: list[tuple[Candidate, _Template]] = []
     for listed in (backend.candidates(problem, target), backend.plan_candidates(problem, target)):
         count: dict[_Template, int] = {}
         for candidate in listed:
@@ -387,5 +387,5 @@ def _first_candidates(backend: Backend, problem: Problem, target: Target) -> tup
                 break
             if count.get(template, 0) < _LISTED:
                 count[template] = count.get(template, 0) + 1
-                found.append((candidate, template))
-    return tuple(found)
+                result.append((candidate, template))
+    return tuple(result)

@@ -70,7 +70,7 @@ class WeightSession:
         is_host = devices.get(target.device).is_host
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if is_host else 0.0
-        self._found = Measurements(
+        self._measurements = Measurements(
             sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions),
             waves=not is_host, estimated_s=self._estimated_s,
         )  # fmt: skip
@@ -82,7 +82,7 @@ class WeightSession:
 
     def _add(self, kernels: Iterable[PoolKernel]) -> None:
         for kernel in kernels:
-            self._found.add(kernel)
+            self._measurements.add(kernel)
             self._items[kernel.id] = SizedCandidate(kernel.candidate.to_dict(), kernel.tuned_m)
             self._verified[kernel.id] = {}
 
@@ -101,7 +101,9 @@ class WeightSession:
         ``protocol.TimeSizes``; the times are then those under load."""
         while True:
             order = {name: position for position, name in enumerate(self._items)}
-            sizes = {m: [order[name] for name in names if name not in self._found.out] for m, names in wanted.items()}
+            sizes = {
+                m: [order[name] for name in names if name not in self._measurements.out] for m, names in wanted.items()
+            }
             items = list(self._items.values())
             try:
                 timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot, load_s)
@@ -113,14 +115,14 @@ class WeightSession:
                 del self._items[loss.candidate_id]
         for name, verdict in timed.faults.items():
             self._fail(name, verdict)
-        self._found.out |= timed.excluded
+        self._measurements.out |= timed.excluded
         if load_s:
-            self._found.record_load(timed.times)
+            self._measurements.record_load(timed.times)
         else:
-            self._found.record(wanted, timed.times)
-            self._found.noise |= timed.noise
+            self._measurements.record(wanted, timed.times)
+            self._measurements.noise |= timed.noise
         left_s = max(0.0, self._end - time.perf_counter())
-        self._progress(PlanProgress(self._problem.plan_key, len(self._found.noise), left_s))
+        self._progress(PlanProgress(self._problem.plan_key, len(self._measurements.noise), left_s))
 
     def _remembered_failures(self) -> dict[str, Verdict]:
         """Return the faults that hold for every M of the weight, by candidate: dispatch would not serve these kernels.
@@ -133,10 +135,10 @@ class WeightSession:
 
     def _fail(self, name: str, verdict: Verdict) -> None:
         """Leave a kernel out, and store its fault, which holds for every M of the weight."""
-        self._found.out[name] = f"{verdict.kind}: {verdict.detail}"
-        if not self._found.pool[name].is_plain:
+        self._measurements.out[name] = f"{verdict.kind}: {verdict.detail}"
+        if not self._measurements.pool[name].is_plain:
             self._faulty.add(name)
-        if verdict.kind in FAULTS and not self._found.pool[name].is_plain:
+        if verdict.kind in FAULTS and not self._measurements.pool[name].is_plain:
             try:
                 self._store.remember_failure(self._target, self._problem.plan_key, name, verdict)
             except StoreError as error:
@@ -144,11 +146,11 @@ class WeightSession:
 
     # --- verification
 
-    def _verify(self, found: Sequence[PlanInterval]) -> bool:
+    def _verify(self, intervals: Sequence[PlanInterval]) -> bool:
         """Verify the kernels of intervals at many M. Return whether all are right; those that are not are left out."""
-        for name in dict.fromkeys(interval.kernel for interval in found):
-            kernel = self._found.pool[name]
-            spans = [(interval.first, interval.last) for interval in found if interval.kernel == name]
+        for name in dict.fromkeys(interval.kernel for interval in intervals):
+            kernel = self._measurements.pool[name]
+            spans = [(interval.first, interval.last) for interval in intervals if interval.kernel == name]
             path = self._code_paths(kernel)
             chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path)
             sizes = [m for m in chosen if m not in self._verified[name]]
@@ -177,7 +179,7 @@ class WeightSession:
     def _plan(self, chosen: Mapping[str, tuple[PlanInterval, ...]], stopped: str) -> TunedPlan | None:
         """Return the plan with the intervals of each layout; None, with a warning, without any interval."""
         if not any(chosen.values()):
-            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._found.out.items())
+            reasons = "; ".join(f"{name}: {reason}" for name, reason in self._measurements.out.items())
             log.warning("no plan for %s, whose kernels cannot serve (%s)", self._problem.plan_key, reasons)
             return None
         return TunedPlan(
@@ -189,14 +191,14 @@ class WeightSession:
             intervals=dict(chosen),
             kernels=tuple(
                 self._plan_kernel(name)
-                for name in self._found.pool
-                if self._found.times[name] or name in self._found.out
+                for name in self._measurements.pool
+                if self._measurements.times[name] or name in self._measurements.out
             ),
             tuned=self._sizes.tuned,
             config_key=self._sizes.config_key,
             overhead_s=self._overhead_s,
-            surcharges=self._found.surcharges,
-            noise=self._found.noise,
+            surcharges=self._measurements.surcharges,
+            noise=self._measurements.noise,
             bound=self._bound,
             counts=self._counts,
             stopped=stopped,
@@ -206,12 +208,14 @@ class WeightSession:
         )
 
     def _plan_kernel(self, name: str) -> PlanKernel:
-        kernel, verified = self._found.pool[name], self._verified[name]
+        kernel, verified = self._measurements.pool[name], self._verified[name]
         verdict = (
-            Verdict("within_bound", worst=max(verified.values())) if verified and name not in self._found.out else None
+            Verdict("within_bound", worst=max(verified.values()))
+            if verified and name not in self._measurements.out
+            else None
         )
-        times = dict(sorted(self._found.times[name].items()))
+        times = dict(sorted(self._measurements.times[name].items()))
         return PlanKernel(
             kernel.candidate.to_dict(), name, kernel.tuned_m, kernel.packing, kernel.overlap, times,
-            tuple(sorted(verified)), verdict, self._found.out.get(name, ""),
+            tuple(sorted(verified)), verdict, self._measurements.out.get(name, ""),
         )  # fmt: skip
