@@ -138,7 +138,7 @@ class MatrixSession(WeightSession):
         """Return the times in a layout, measured in about some seconds; in one pass at least."""
         self._end = time.perf_counter() + seconds
         self._add(served_pool(self._decisions, self._faulty))
-        kernels = KeyKernels([KeyRun(m, m, m) for m in self._sizes.tuned], self._found)
+        kernels = KeyKernels([KeyRun(m, m, m) for m in self._sizes.tuned], self._measurements)
         plain = "".join(kernels.plain)
         chosen = dict.fromkeys(self._sizes.tuned, plain) | kernels.by_m(layout or "")
         sizes = tuple(m for m in self._sizes.tuned if chosen[m])
@@ -150,18 +150,18 @@ class MatrixSession(WeightSession):
             begun = time.perf_counter()
             self._time_in_batches(sizes, lambda m: names, max(self._end - begun, 0.0) / (passes - len(found)))
             pass_s = time.perf_counter() - begun
-            found.append({name: dict(times) for name, times in self._found.times.items()})
+            found.append({name: dict(times) for name, times in self._measurements.times.items()})
         return HeatMap(sizes, chosen, found, plain)
 
     @property
     def noise(self) -> dict[int, float]:
         """By M, the noise of the times there."""
-        return self._found.noise
+        return self._measurements.noise
 
     @property
     def failed(self) -> dict[str, str]:
         """Why kernels were not timed at some M, by id."""
-        return self._found.out
+        return self._measurements.out
 
 
 @dataclass(frozen=True)
