@@ -17,10 +17,12 @@ from gemmtune.core.workloads import build
 from gemmtune.testing import hostile_backend
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
 from gemmtune.tuning.predicted_kernels import (
+    _first_candidates,
     expected_kernels,
     kernels_of_libraries,
     kernels_of_other_templates,
     kernels_with_other_clusters,
+    list_ahead,
     predict_kernels,
 )
 from gemmtune.tuning.sizes import SizeRange
@@ -156,6 +158,26 @@ def with_failure(found: Decision, candidate: Candidate) -> Decision:
     verdict = Verdict("wrong", "an element is off")
     row = Evidence(candidate.to_dict(), candidate.id, "failed", None, "wrong", verdict)
     return msgspec.structs.replace(found, evidence=(*found.evidence, row))
+
+
+def test_candidates_listed_ahead_are_not_listed_again() -> None:
+    _first_candidates.cache_clear()
+    list_ahead(PROBLEM, H200, SIZES)
+    listed = _first_candidates.cache_info().misses
+    assert listed
+    assert expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
+    assert _first_candidates.cache_info().misses == listed
+
+
+def test_an_error_while_listing_ahead_is_left_to_the_call_that_needs_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise RuntimeError("no candidates")
+
+    _first_candidates.cache_clear()
+    monkeypatch.setattr(type(backends.get("cuda")), "candidates", fail)
+    list_ahead(PROBLEM, H200, SIZES)
+    with pytest.raises(RuntimeError, match="no candidates"):
+        expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
 
 
 def test_expected_kernels_for_many_rows_do_not_overlap() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing
@@ -21,7 +22,7 @@ from ..workers.contract import WorkerStartError
 from .config_keys import ConfigKey, keyed
 from .keyed_plan import KeyedSession
 from .plan_session import PlanSession
-from .predicted_kernels import expected_kernels
+from .predicted_kernels import expected_kernels, list_ahead
 from .sizes import SizeRange, Sizes, parse_sizes
 from .tuner import LEASE_S, POLL_S, Tuner
 from .weight_session import WeightSession
@@ -130,6 +131,9 @@ class PlanTuner:
         least, *others = sizes.tuned
         for m in reversed(sizes.tuned):  # about the order in which they are decided, and built
             self._tuner.begin_builds(weight.problem.with_m(m), pool)
+        if self._builds_ahead(pool):  # while the worker starts, and the others are decided
+            listed = (weight.problem, self._target, sizes)
+            threading.Thread(target=list_ahead, args=listed, name="gemmtune-list", daemon=True).start()
         decisions = self._decide(weight, others, pool)
         self._build_ahead(weight, sizes, decisions, pool)
         return decisions + self._decide(weight, [least], pool)
@@ -137,10 +141,14 @@ class PlanTuner:
     def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
         """Begin to build the kernels that the Decisions so far make the plan try at other M."""
         usable = _usable(decisions)
-        if usable and self._profile.builds_overlap and pool.build_each is not None:
+        if usable and self._builds_ahead(pool):
             counts = recorded(weight.counts)
             for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
                 pool.builders.ahead(weight.problem.with_m(kernel.tuned_m), [kernel.candidate], self._target)
+
+    def _builds_ahead(self, pool: WorkerPool) -> bool:
+        """Whether kernels are built while an M is decided."""
+        return self._profile.builds_overlap and pool.build_each is not None
 
     def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
         """Return the Decisions of a weight at some M."""

@@ -10,6 +10,7 @@ devices without estimates the candidates that backends list first.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import math
@@ -87,6 +88,15 @@ def expected_kernels(
     for kernel in expected:
         kernel.overlap = overlap_without_test(kernel.predicted_for)
     return expected
+
+
+def list_ahead(problem: Problem, target: Target, sizes: SizeRange) -> None:
+    """List the candidates that ``expected_kernels`` considers, so that a later call need not: that takes 2 to 4 s for a
+    GPU's kernels. To be called on a thread of its own. Never raises: the later call raises a backend's error."""
+    with contextlib.suppress(Exception):
+        for name in backends.names(target.device):
+            for m in _grid(sizes):
+                _first_candidates(backends.get(name), problem.with_m(m), target)
 
 
 def kernels_for_last_size(
