@@ -355,6 +355,16 @@ def test_building_takes_time_of_a_users_budget_only(clock: Clock, strict: bool, 
     assert session.context.budget.elapsed_s == elapsed_s
 
 
+def test_later_builds_count_beyond_the_limit_and_the_first_ones_never(clock: Clock) -> None:
+    """The first builds wait for the start of the builders, however long it takes."""
+    search = ListedSearch(Y[12:13], Y[13:14])
+    session = Session(clock, search, candidates=Y, build=Builds(clock, slow_s=3.0))
+    session.context.budget = TimeBudget(60.0, strict=False, excludable_s=4.0)
+    session.exploration.run(None)
+    assert session.tried == Y[12:14]
+    assert session.context.budget.elapsed_s == 2.0  # of two later builds of 3 s
+
+
 def test_nothing_is_built_without_builders_or_candidates(clock: Clock) -> None:
     session = Session(clock, ListedSearch(Y[:2]), candidates=Y)
     session.exploration.run(None)

@@ -20,9 +20,6 @@ MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
 _REACH = 1.6  # estimates are compared with times at M within this factor
-# cuBLAS is faster at multiples of it than at the M around them: fp8 4608x4096x4096 was served at 1.04 of its time
-# (H100), between two other M at which it took longer.
-_ALIGNED = 16
 
 
 def no_estimate(name: str, m: int) -> float | None:
@@ -109,23 +106,6 @@ class Curves:
             return estimate_s * ratios[below]
         share = (m - below) / (above - below)
         return float(estimate_s * ratios[below] ** (1.0 - share) * ratios[above] ** share)
-
-    @cached_property
-    def _aligned_sizes(self) -> list[int]:
-        """The M at which ATen's plain op was timed that are multiples of ``_ALIGNED``, ascending."""
-        return sorted(m for m in self.times.get(self.plain, {}) if m % _ALIGNED == 0)
-
-    def plain_at_least(self, m: int) -> float:
-        """Return the seconds that ATen's plain op may take near a measured M: its time there, or less where the line
-        between its times at the next multiples of ``_ALIGNED`` is below that. Infinite where it was not timed."""
-        plain, sizes = self.times.get(self.plain, {}), self._aligned_sizes
-        index = bisect_left(sizes, m)
-        seconds = plain.get(m, math.inf)
-        if not self.waves or not 0 < index < len(sizes) or sizes[index] > 2 * sizes[index - 1]:
-            return seconds
-        below, above = sizes[index - 1], sizes[index]
-        line_s = plain[below] + (plain[above] - plain[below]) * (m - below) / (above - below)
-        return min(seconds, line_s)
 
     def usable(self, name: str, m: int) -> float:
         """Return the seconds that a kernel takes at most at a measured M; infinite where ATen's plain op should serve

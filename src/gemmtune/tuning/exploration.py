@@ -71,7 +71,7 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        self._build_now(first_builds(candidates))
+        self._build_now(first_builds(candidates), first=True)
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._buildable(batch, search)
@@ -124,16 +124,17 @@ class Exploration:
             else:
                 row.times_s += result.times_s
 
-    def _build_now(self, candidates: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
+    def _build_now(self, candidates: Sequence[Candidate], *, first: bool = False) -> Mapping[str, Artifact | Verdict]:
         """Build candidates and return the outcome of every build so far, by candidate id.
 
-        Building takes no time of the default budget, because one build serves many problems.
+        Building takes no time of the default budget, because one build serves many problems: none of the ``first``
+        builds, which wait for the start of the builders, and of others as ``TimeBudget.excludable_s`` says.
         """
         if self._build is not None and candidates:
             start = time.perf_counter()
             self._builds |= self._build(self._context.problem, candidates, self._context.target)
             if not self._budget.strict:
-                self._budget.exclude(time.perf_counter() - start)
+                self._budget.exclude(time.perf_counter() - start, limited=not first)
         return self._builds
 
     def _buildable(self, batch: Sequence[Candidate], search: Searcher) -> list[Candidate]:

@@ -42,7 +42,10 @@ from .time_budget import TimeBudget
 # Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
 # the time that choosing a kernel needs.
 OPEN_SHARE = 0.3
-BUILDS_S = 3.0  # seconds of builds that do not count where a budget has a ``default_s`` of its own
+# Seconds of builds after the first ones that do not count where a budget has a ``default_s`` of its own. When 3 s of
+# all builds did not count, the first Decision of a weight spent its time on the start of the builders: for M = 2048 it
+# had tried 6 to 8 candidates in 11 of 20 plans, 17 to 51 in the others (H100s and H200s, every-m-20261127-*.json).
+BUILDS_S = 2.0
 # Within this factor a few screening times do not tell which of ATen's candidates is the fastest.
 UNCERTAIN_BASELINE = 1.15
 # Calls of the leader that a race needs to decide anything, however little of the default budget remains.

@@ -10,7 +10,7 @@ class TimeBudget:
     """The seconds of a session and how much of them is spent.
 
     seconds: the whole budget. strict: whether the user set it, so that it is kept; without, builds and most of the
-    preparation of operands are not counted. excludable_s: how much of them is not counted.
+    preparation of operands are not counted. excludable_s: how much of the later builds is not counted.
     """
 
     def __init__(self, seconds: float, strict: bool, excludable_s: float = math.inf) -> None:
@@ -21,10 +21,11 @@ class TimeBudget:
         """Count no more than ``share`` of the budget as spent so far."""
         self._started = max(self._started, time.perf_counter() - share * self.seconds)
 
-    def exclude(self, seconds: float) -> None:
-        """Do not count the last ``seconds`` seconds, while less than ``excludable_s`` was not counted."""
-        excluded_s = min(seconds, self._excludable_s)
-        self._excludable_s -= excluded_s
+    def exclude(self, seconds: float, *, limited: bool = True) -> None:
+        """Do not count the last ``seconds`` seconds; if ``limited``, only while less than ``excludable_s`` was not
+        counted."""
+        excluded_s = min(seconds, self._excludable_s) if limited else seconds
+        self._excludable_s -= excluded_s if limited else 0.0
         self._started += excluded_s
 
     @property

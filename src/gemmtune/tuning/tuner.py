@@ -44,7 +44,8 @@ class Budget:
     tried.
 
     seconds: kept within 10%. None: ``default_s``, builds not counted, and more for problems whose single calls are
-    slow. default_s: None: 6 (3 on a GPU); where it is given, builds of more than 4 seconds are counted.
+    slow. default_s: None: 6 (3 on a GPU); where it is given, more than 2 seconds of builds after the first ones are
+    counted.
     """
 
     seconds: float | None = None
