@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -124,13 +126,21 @@ class FakeBuilders:
 def test_expected_kernels_are_built_while_the_last_decision_is_made(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tuner, builders, seen = FakeTuner(clock), FakeBuilders(), list[list[int]]()
+    tuner, builders, seen, listed = FakeTuner(clock), FakeBuilders(), list[list[int]](), list[Any]()
     expected = PoolKernel.of(SMALL.candidate, 77, None)
 
     def expected_kernels(problem: Problem, target: Target, decisions: Sequence[Decision], *_: Any) -> list[PoolKernel]:
         seen.append([int(decision.problem["m"]) for decision in decisions])
         return [expected]
 
+    class Immediate:
+        """A thread that has done its work when ``start`` returns."""
+
+        def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> None:
+            self.start = partial(target, *args)
+
+    monkeypatch.setattr(plan_tuner, "threading", SimpleNamespace(Thread=Immediate))
+    monkeypatch.setattr(plan_tuner, "list_ahead", lambda *args: listed.append((args, list(tuner.tuned))))
     monkeypatch.setattr(plan_tuner, "expected_kernels", expected_kernels)
     monkeypatch.setattr(plan_session, "expected_kernels", lambda *_: [])
     monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
@@ -141,6 +151,8 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     assert tuner.tuned == [[8, 48], [1]]
     assert tuner.begun == [48, 8, 1]
     assert seen == [[8, 48]]
+    (((problem, target, sizes), tuned_before),) = listed
+    assert (problem.plan_key, target, sizes.tuned, tuned_before) == (plans[0].plan_key, current_target(), (1, 8, 48), [])
     assert builders.begun == [(77, SMALL.id)]
     assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 48]
     assert len(plans) == 1
