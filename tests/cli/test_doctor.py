@@ -92,7 +92,7 @@ def test_gpus_are_listed_with_their_backends(
     )
     assert lines[index_of_gpu + 1] == "  aten     available"
     report = run("doctor", "--store", store_path, "--json").json
-    assert [gpu["place"] for gpu in report["gpus"]] == ["cuda:0", "cuda:1"]
+    assert [gpu["device"] for gpu in report["gpus"]] == ["cuda:0", "cuda:1"]
     names = [[state["name"] for state in device_report["backends"]] for device_report in (report, report["gpus"][0])]
     assert ("native" in names[0], "native" in names[1]) == (True, False)
     assert ("triton" in names[0], "triton" in names[1]) == (False, True)

@@ -211,8 +211,8 @@ def test_temporary_files_of_dead_writers_are_deleted(artifacts: Artifacts) -> No
         pass
     owner = this_process()
     stale = [
-        make_temporary_file(artifacts, Owner(owner.place, process.pid, "1")),
-        make_temporary_file(artifacts, Owner(owner.place, owner.pid, "1")),  # another process has its pid
+        make_temporary_file(artifacts, Owner(owner.namespace, process.pid, "1")),
+        make_temporary_file(artifacts, Owner(owner.namespace, owner.pid, "1")),  # another process has its pid
         make_temporary_file(artifacts, Owner("elsewhere", 1, "1"), 2 * STALE_S),
     ]
     in_use = [make_temporary_file(artifacts, owner), make_temporary_file(artifacts, Owner("elsewhere", 2, "1"))]

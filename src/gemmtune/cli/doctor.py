@@ -49,7 +49,7 @@ def lines(report: DoctorReport) -> list[str]:
         text.append(f"backend    {state.name}: {'available' if state.available else 'not available: ' + state.reason}")
     for gpu in report.gpus:
         text += [
-            f"gpu        {gpu.place}: {gpu.name}, capability {gpu.capability}, {gpu.cores} multiprocessors, "
+            f"gpu        {gpu.device}: {gpu.name}, capability {gpu.capability}, {gpu.cores} multiprocessors, "
             f"{_size(gpu.memory)} memory, driver {gpu.driver}"
         ]
         text += [f"  {state.name:<9}{'available' if state.available else state.reason}" for state in gpu.backends]

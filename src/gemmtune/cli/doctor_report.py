@@ -29,9 +29,9 @@ class BackendState:
 
 @dataclass(frozen=True, slots=True)
 class Gpu:
-    """A CUDA device that torch can use. place: its torch name (``cuda:0``); memory: bytes; cores: multiprocessors."""
+    """A CUDA device that torch can use. device: its torch name (``cuda:0``); memory: bytes; cores: multiprocessors."""
 
-    place: str
+    device: str
     name: str
     capability: str
     driver: str
@@ -164,7 +164,7 @@ def advice_for(report: DoctorReport) -> list[str]:
         f"backend {state.name} is not available: {state.reason}" for state in report.backends if not state.available
     ]
     advice += [
-        f"backend {state.name} is not available on {gpu.place}: {state.reason}"
+        f"backend {state.name} is not available on {gpu.device}: {state.reason}"
         for gpu in report.gpus
         for state in gpu.backends
         if not state.available

@@ -130,8 +130,8 @@ def _plans_table(plans: list[TunedPlan]) -> Table:
     table = _table_of("M", "kernels", "layouts", "made", "plan")
     for plan in sorted(plans, key=lambda plan: plan.plan_key):
         layouts = ", ".join(packing or "unpacked" for packing in plan.intervals)
-        made = _time_text(plan.created)
-        table.add_row(f"{plan.first}-{plan.last}", str(len(plan.kernels)), layouts or "none", made, plan.plan_key)
+        created = _time_text(plan.created)
+        table.add_row(f"{plan.first}-{plan.last}", str(len(plan.kernels)), layouts or "none", created, plan.plan_key)
     return table
 
 

@@ -16,18 +16,18 @@ from pathlib import Path
 class Owner:
     """The identity of a process.
 
-    place: the boot and the pid namespace in which ``pid`` is valid. started: start time of the process, which tells it
-    from a later process with the same pid.
+    namespace: the boot and the pid namespace in which ``pid`` is valid. started: start time of the process, which
+    tells it from a later process with the same pid.
     """
 
-    place: str
+    namespace: str
     pid: int
     started: str
 
     @property
     def text(self) -> str:
         """The Owner as one word that is valid in a file name; inverse of ``parse``."""
-        return f"{self.place}-{self.pid}-{self.started}"
+        return f"{self.namespace}-{self.pid}-{self.started}"
 
     @classmethod
     def parse(cls, text: str) -> Owner | None:
@@ -39,7 +39,7 @@ class Owner:
     @property
     def dead(self) -> bool:
         """Whether the process has certainly ended. Always False for a process of another boot or pid namespace."""
-        return self.place == _pid_namespace() and _start_time(self.pid) != self.started
+        return self.namespace == _pid_namespace() and _start_time(self.pid) != self.started
 
 
 def this_process() -> Owner:

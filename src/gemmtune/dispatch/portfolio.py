@@ -276,7 +276,7 @@ def build_plan(
         entries = [_raw_entry(p) for p in points]
     else:
         options = [(p, p.options[packing]) for p in points if packing in p.options]
-        entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _known(p.plain_s)) for p, o in options]
+        entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _plain_at_least(p.plain_s)) for p, o in options]
     intervals: tuple[Interval, ...] = ()
     if tuned is not None:
         intervals = _with_entries(_intervals(tuned, packing, faulty), [e for e in entries if e.m not in tuned.tuned])
@@ -291,7 +291,7 @@ def _intervals(tuned: TunedPlan, packing: str | None, faulty: Collection[str]) -
 
     Raises KeyError, TypeError or ValueError when the record is malformed.
     """
-    problem, found = Problem.from_dict(tuned.problem), []
+    problem, intervals = Problem.from_dict(tuned.problem), list[Interval]()
     for interval in tuned.intervals.get(packing or "", ()):
         kernel = tuned.find(interval.kernel)
         if kernel is None or kernel.id in faulty:
@@ -299,10 +299,10 @@ def _intervals(tuned: TunedPlan, packing: str | None, faulty: Collection[str]) -
         candidate = Candidate.from_dict(kernel.candidate)
         seconds = max((s for m, s in kernel.times.items() if m <= kernel.tuned_m), default=float("inf"))
         serving = None if packing is None and is_plain_op(problem, candidate) else candidate
-        found.append(
+        intervals.append(
             Interval(interval.first, interval.last, PlanEntry(kernel.tuned_m, serving, kernel.overlap, seconds))
         )
-    return tuple(found)
+    return tuple(intervals)
 
 
 def _with_entries(intervals: tuple[Interval, ...], entries: Iterable[PlanEntry]) -> tuple[Interval, ...]:
@@ -321,7 +321,7 @@ def _around(interval: Interval, m: int) -> list[Interval]:
     return [part for part in parts if part.first <= part.last]
 
 
-def _known(plain_s: float) -> float:
+def _plain_at_least(plain_s: float) -> float:
     """Return the plain op's seconds as a lower bound: 0.0 where it was not timed."""
     return plain_s if plain_s < float("inf") else 0.0
 
@@ -335,7 +335,7 @@ def _raw_entry(p: TunedPoint) -> PlanEntry:
     option = p.options.get(None)
     choice = _raw_choice(p, option)
     seconds = float("inf") if option is None or choice is None else option.seconds
-    return PlanEntry(p.m, choice, option is None or option.overlap, seconds, _known(p.plain_s))
+    return PlanEntry(p.m, choice, option is None or option.overlap, seconds, _plain_at_least(p.plain_s))
 
 
 def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:

@@ -166,7 +166,7 @@ def _weight_of(b: fx.Node, constants: Collection[fx.Node]) -> fx.Node | None:
 
 def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constants: Collection[fx.Node]) -> Product:
     """Return the Product of floating matrices: by a weight [N, K], or by any matrix b [K, N]."""
-    x, matrix, value = _known(a, b, node)
+    x, matrix, value = _values_of(a, b, node)
     _require_float(x)
     weight = _weight_of(b, constants)
     own, aux = _bias(bias, value)
@@ -190,7 +190,7 @@ def _linear(node: fx.Node, a: fx.Node, b: fx.Node, bias: fx.Node | None, constan
     return Product(node, a, (b,), "matrix", describe_matrix, value.shape[0], matrix.shape[1], own, aux)
 
 
-def _known(a: fx.Node, b: fx.Node, product: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
+def _values_of(a: fx.Node, b: fx.Node, product: fx.Node) -> tuple[Tensor, Tensor, Tensor]:
     """Return the operands' tensors with the sizes of the example inputs, and the result's fake tensor."""
     x, y, value = meta_tensor(a), meta_tensor(b), value_of(product)
     if x is None or y is None or value is None:
@@ -255,7 +255,7 @@ def _two_arguments(node: fx.Node) -> tuple[Any, Any]:
 
 def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
-    x, y, value = _known(a, b, node)
+    x, y, value = _values_of(a, b, node)
     _require_float(x)
     if is_dynamic(value.shape):
         raise NoProblemError(f"a size of a batched product is symbolic: its result is {list(value.shape)}")
@@ -268,7 +268,7 @@ def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
 
 def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _arguments(node)[:2]
-    x, matrix, value = _known(a, b, node)
+    x, matrix, value = _values_of(a, b, node)
     _require_fixed(b)
     weight = _weight_of(b, constants)
     constant = weight is not None
@@ -283,12 +283,12 @@ def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
 
 def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     names = ("mat1", "mat2", "scale_a", "scale_b", "bias", "scale_result", "out_dtype", "use_fast_accum")
-    given: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
-    if given.get("scale_result") is not None or given.get("use_fast_accum"):
+    arguments: dict[str, Any] = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+    if arguments.get("scale_result") is not None or arguments.get("use_fast_accum"):
         raise NoProblemError("scale_result and use_fast_accum are not offered")
-    passed = {name: given[name] for name in names[:5] if isinstance(given.get(name), fx.Node)}
+    passed = {name: arguments[name] for name in names[:5] if isinstance(arguments.get(name), fx.Node)}
     tensors: dict[str, Any] = {name: meta_tensor(operand) for name, operand in passed.items()}
-    value, b = value_of(node), given["mat2"]
+    value, b = value_of(node), arguments["mat2"]
     if value is None or any(t is None for t in tensors.values()):
         raise NoProblemError("the sizes of an operand are not known while compiling")
     _require_fixed(b)
@@ -302,12 +302,12 @@ def _scaled_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     aux = tuple(passed[name] for name in ("scale_a", "scale_b", "bias") if name in passed)
     weight, (rows, columns) = _weight_of(b, constants), value.shape
     if weight is None or columns == 1:
-        return Product(node, given["mat1"], (b,), "matrix", describe, rows, columns, (), aux)
+        return Product(node, arguments["mat1"], (b,), "matrix", describe, rows, columns, (), aux)
     per_column = without_views(aux[1]) in constants and tensors["scale_b"].numel() == columns
     if per_column:
         aux = (aux[0], without_views(aux[1]), *aux[2:])
     parts = 1 if per_column and "bias" not in passed else None
-    return Product(node, given["mat1"], (weight,), "linear", describe, rows, columns, (), aux, parts)
+    return Product(node, arguments["mat1"], (weight,), "linear", describe, rows, columns, (), aux, parts)
 
 
 def _by_dequantized_weight(node: fx.Node, constants: Collection[fx.Node]) -> Product | None:

@@ -202,14 +202,14 @@ def _key_lines(spec: OpSpec, optional: list[str]) -> list[str]:
 
 def _extension_lines(spec: OpSpec, parameters: Mapping[str, Any], optional: list[str]) -> list[str]:
     """Return the lines that add an epilogue, an out and an out_dtype to the key, or leave a PackedWeight unguarded."""
-    given = {"epilogue": "epilogue", "out": "out is not None", "out_dtype": "out_dtype is not None"}
-    extras = [name for name in given if name in parameters and name not in spec.settings]
+    conditions = {"epilogue": "epilogue", "out": "out is not None", "out_dtype": "out_dtype is not None"}
+    extras = [name for name in conditions if name in parameters and name not in spec.settings]
     if not extras:
         return []
     packed = "packed" if spec.packable else "False"
-    passed = ", ".join(name if name in extras else {"epilogue": "()"}.get(name, "None") for name in given)
+    passed = ", ".join(name if name in extras else {"epilogue": "()"}.get(name, "None") for name in conditions)
     lines = [
-        f"        if {' or '.join(given[name] for name in extras)}:",
+        f"        if {' or '.join(conditions[name] for name in extras)}:",
         f"            key, args, guarded = extend_key(key, args, {packed}, {passed})",
     ]
     if spec.packable:

@@ -16,11 +16,11 @@ document.querySelectorAll('table').forEach(function (table) {
       row.hidden = !row.textContent.toLowerCase().includes(field.value.toLowerCase());
     });
   };
-  table.querySelectorAll('th').forEach(function (head, place) {
+  table.querySelectorAll('th').forEach(function (head, column) {
     head.onclick = function () {
       var way = head.dataset.way = head.dataset.way === '1' ? '-1' : '1';
       function value(row) {
-        var cell = row.cells[place];
+        var cell = row.cells[column];
         return 'v' in cell.dataset ? +cell.dataset.v : cell.textContent;
       }
       Array.from(body.rows).sort(function (a, b) {

@@ -184,8 +184,8 @@ def thinned(rows: Sequence[TimesAtM], limit: int = MAX_ROWS) -> list[TimesAtM]:
         return list(rows)
     worst = max(range(len(rows)), key=lambda index: rows[index].regret or 0.0)
     steps = limit - 2
-    kept = {worst, *(round(step * (len(rows) - 1) / steps) for step in range(steps + 1))}
-    return [rows[index] for index in sorted(kept)]
+    shown = {worst, *(round(step * (len(rows) - 1) / steps) for step in range(steps + 1))}
+    return [rows[index] for index in sorted(shown)]
 
 
 def cannot_serve(plan: TunedPlan) -> dict[str, str]:

@@ -64,9 +64,9 @@ class FakeClock:
             times.append(self._batch(run, n) / n)
         return times
 
-    def call_again(self, run: Run, place: int) -> Sequence[int]:
-        run(place)
-        return (place,)
+    def call_again(self, run: Run, operand_set: int) -> Sequence[int]:
+        run(operand_set)
+        return (operand_set,)
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         return {}

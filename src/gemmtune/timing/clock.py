@@ -42,11 +42,11 @@ class Clock(Protocol):
         """Time each callable once, in the given order, with ``calls[j]`` calls of ``runs[j]``. Return seconds per
         call."""
 
-    def call_again(self, run: Run, place: int) -> Sequence[int]:
+    def call_again(self, run: Run, operand_set: int) -> Sequence[int]:
         """Repeat the call the way that it was timed, and wait. Return the operand sets' numbers in the order of the
         calls.
 
-        place: the number of the operand set to call it with, where the call is not a replayed graph.
+        operand_set: the number of the operand set to call it with, where the call is not a replayed graph.
         """
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
@@ -102,11 +102,11 @@ class CpuClock:
         with gc_disabled():
             return [self._timed(run, min(n, self._max_calls)) for run, n in zip(runs, calls, strict=True)]
 
-    def call_again(self, run: Run, place: int) -> Sequence[int]:
-        run(place)
+    def call_again(self, run: Run, operand_set: int) -> Sequence[int]:
+        run(operand_set)
         if self._synchronize is not None:
             self._synchronize()
-        return (place,)
+        return (operand_set,)
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         return {}

@@ -175,18 +175,18 @@ class CudaClock:
                     del times[run]
             return [times[run] if run in times else self._time_off_stream(run, state, n) for run, state, n in timings]
 
-    def call_again(self, run: Run, place: int) -> Sequence[int]:
+    def call_again(self, run: Run, operand_set: int) -> Sequence[int]:
         """Replay the graph of ``run``; the two outputs then hold the results of the graph's last two calls."""
         state = self._states.setdefault(run, _CallableState())
         with self._gpu.stream():
             self._gpu.synchronize()  # operands may have been overwritten on another stream
             self._marker[0] = state.number or self._marker[0]
             if state.graph is None:
-                run(place)
+                run(operand_set)
             else:
                 state.graph.replay()
             self._gpu.synchronize()
-        return (place,) if state.graph is None else range(state.calls)[-2:]
+        return (operand_set,) if state.graph is None else range(state.calls)[-2:]
 
     def conditions(self, run: Run, finalist: bool) -> dict[str, str]:
         state = self._states.get(run)

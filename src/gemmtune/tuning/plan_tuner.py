@@ -103,8 +103,8 @@ class PlanTuner:
         plans: list[TunedPlan] = []
         with closing(self._tuner.new_pool()) as pool:
             for index, (weight, sizes) in enumerate(zip(weights, ranges, strict=True)):
-                found, plan = self._tune_weight(weight, sizes, pool)
-                decisions += found
+                of_weight, plan = self._tune_weight(weight, sizes, pool)
+                decisions += of_weight
                 plans += [plan] if plan is not None else []
                 self._progress(PlanDone(weight.problem.plan_key, plan, len(weights) - index - 1))
         return decisions, plans
@@ -189,7 +189,7 @@ class PlanTuner:
             log.warning("no plan for %s: %s", weight.problem.plan_key, error)
             return None
         if plan is not None:
-            self._keep(plan)
+            self._store_plan(plan)
         return plan
 
     def _run_session(
@@ -227,7 +227,7 @@ class PlanTuner:
         except StoreError as error:
             log.warning("the plan for %s is not removed, and goes on serving: %s", plan_key, error)
 
-    def _keep(self, plan: TunedPlan) -> None:
+    def _store_plan(self, plan: TunedPlan) -> None:
         try:
             self._store.put_plan(self._target, plan)
         except StoreError as error:

@@ -217,7 +217,7 @@ class Tuner:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
             return session.none_valid_decision(str(error))
-        self._keep(decision)
+        self._store_decision(decision)
         return decision
 
     def _builds_overlap(self) -> bool:
@@ -238,7 +238,7 @@ class Tuner:
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
             pool.builders.ahead(problem, first_builds(candidates), self._target)
 
-    def _keep(self, decision: Decision) -> None:
+    def _store_decision(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.
 
         Decisions that cannot be stored now stay in ``_unstored``; the first failure is logged as a warning.

@@ -62,14 +62,14 @@ struct TileOrder {
 
 __device__ __forceinline__ void store(const Rows& to, int m, int n, Pair pair) {
     if (!to.has(m)) return;
-    c_t* place = to.c + m * to.lead + n;
+    c_t* address = to.c + m * to.lead + n;
     if (to.aligned) {
-        if (n < to.n) *reinterpret_cast<Pair*>(place) = pair;
+        if (n < to.n) *reinterpret_cast<Pair*>(address) = pair;
         return;
     }
 #pragma unroll
     for (int e = 0; e < 2; ++e)
-        if (n + e < to.n) place[e] = pair.of[e];
+        if (n + e < to.n) address[e] = pair.of[e];
 }
 
 // Store a run of one thread.

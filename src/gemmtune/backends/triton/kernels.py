@@ -38,14 +38,14 @@ _HIGH_FP16 = _levels_asm(True, "0x64646464", "0x3c003c00", "0xe408e408", "f16")
 def _ahead(t_ptr, rows, cols, M, N, AXIS: tl.constexpr):
     """Load the values that a step takes of a vector (not of a matrix). It is called before the products, so that the
     load has completed when they end."""
-    found = 0
+    values = 0
     if AXIS == "tensor":
-        found = tl.load(t_ptr)
+        values = tl.load(t_ptr)
     elif AXIS == "row":
-        found = tl.load(t_ptr + rows, mask=rows < M)
+        values = tl.load(t_ptr + rows, mask=rows < M)
     elif AXIS == "col":
-        found = tl.load(t_ptr + cols, mask=cols < N)
-    return found
+        values = tl.load(t_ptr + cols, mask=cols < N)
+    return values
 
 
 @triton.jit
@@ -127,7 +127,7 @@ def _finish(
 
 
 @triton.jit
-def _place(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
+def _tile_position(tile, tiles_m, tiles_n, GROUP: tl.constexpr):
     """Return the tile's row and column. GROUP rows of tiles are processed together, so that their shared operands stay
     in the L2."""
     width = GROUP * tiles_n
@@ -277,7 +277,7 @@ def tiled(
     tiles_m, tiles_n = tl.cdiv(M, BM), tl.cdiv(N, BN)
     tile, part = tl.program_id(0) // SPLIT, tl.program_id(0) % SPLIT
     batch = tl.program_id(1).to(tl.int64)
-    pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
+    pid_m, pid_n = _tile_position(tile, tiles_m, tiles_n, GROUP)
     local_m, local_n, ks = tl.arange(0, BM), tl.arange(0, BN), tl.arange(0, BK)
     rows, cols = pid_m * BM + local_m, pid_n * BN + local_n
     blocks = tl.cdiv(K, BK)
@@ -449,7 +449,7 @@ def persistent(
     else:
         whole = tiles
     for tile in tl.range(program, whole, PROGRAMS, flatten=True):
-        pid_m, pid_n = _place(tile, tiles_m, tiles_n, GROUP)
+        pid_m, pid_n = _tile_position(tile, tiles_m, tiles_n, GROUP)
         acc = _fetched(a_desc, b_desc, pid_m, pid_n, 0, blocks, M, BM, BN, BK, INTEGER, QUANT, PROMOTE)
         _stored(acc, c_ptr, s_ptr, pid_m, pid_n, M, N, ldc, tensors, leads, BM, BN, QUANT, STEPS, FLOAT_AT)
     if STREAM:
@@ -462,7 +462,7 @@ def persistent(
         begin = position * share
         end = tl.minimum(begin + share, (tiles - whole) * blocks)
         for number in tl.range(begin // blocks, tl.cdiv(end, blocks)):
-            pid_m, pid_n = _place(whole + number, tiles_m, tiles_n, GROUP)
+            pid_m, pid_n = _tile_position(whole + number, tiles_m, tiles_n, GROUP)
             lo, hi = tl.maximum(begin - number * blocks, 0), tl.minimum(end - number * blocks, blocks)
             acc = _fetched(a_desc, b_desc, pid_m, pid_n, lo, hi, M, BM, BN, BK, INTEGER, QUANT, PROMOTE)
             if lo > 0:  # only for the first of a program's tiles, if at all
