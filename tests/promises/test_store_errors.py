@@ -51,7 +51,7 @@ def tuned_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     def decide(self: Any, problem: Problem, pool: object) -> Decision:
         problems.append(problem.key)
         decision = make_decision(problem, "winner", self._target)
-        self._keep(decision)
+        self._store_decision(decision)
         return decision
 
     monkeypatch.setattr(gemmtune.tuning.tuner.Tuner, "_tune_one", decide)
