@@ -276,7 +276,7 @@ def build_plan(
         entries = [_raw_entry(p) for p in points]
     else:
         options = [(p, p.options[packing]) for p in points if packing in p.options]
-        entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _plain_at_least(p.plain_s)) for p, o in options]
+        entries = [PlanEntry(p.m, o.candidate, o.overlap, o.seconds, _lower_bound(p.plain_s)) for p, o in options]
     intervals: tuple[Interval, ...] = ()
     if tuned is not None:
         intervals = _with_entries(_intervals(tuned, packing, faulty), [e for e in entries if e.m not in tuned.tuned])
@@ -321,7 +321,7 @@ def _around(interval: Interval, m: int) -> list[Interval]:
     return [part for part in parts if part.first <= part.last]
 
 
-def _plain_at_least(plain_s: float) -> float:
+def _lower_bound(plain_s: float) -> float:
     """Return the plain op's seconds as a lower bound: 0.0 where it was not timed."""
     return plain_s if plain_s < float("inf") else 0.0
 
@@ -335,7 +335,7 @@ def _raw_entry(p: TunedPoint) -> PlanEntry:
     option = p.options.get(None)
     choice = _raw_choice(p, option)
     seconds = float("inf") if option is None or choice is None else option.seconds
-    return PlanEntry(p.m, choice, option is None or option.overlap, seconds, _plain_at_least(p.plain_s))
+    return PlanEntry(p.m, choice, option is None or option.overlap, seconds, _lower_bound(p.plain_s))
 
 
 def _raw_choice(p: TunedPoint, option: Option | None) -> Candidate | None:

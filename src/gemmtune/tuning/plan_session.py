@@ -25,7 +25,7 @@ _STEPS_UP_TO = 16  # the M after a power of two is timed up to this part of the 
 # From here on the M before a power of two is timed, too, and the M in the middle to the next one. cuBLAS takes 108 us
 # for 4096x4096x4096 in fp8, and 127 at M = 3970 (H100): it is fastest where its tiles fill all rows. By its time there
 # it would serve the M around them, and a kernel that is faster around 1536 or 6144 would serve these.
-_ODD_FROM = 1024
+_DENSE_FROM = 1024
 _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
@@ -89,7 +89,7 @@ class PlanSession(WeightSession):
         first, last = self._sizes.first, self._sizes.last
         powers = [1 << exponent for exponent in range(last.bit_length() + 1)]
         steps = {power + 1 for power in powers[4::2] if _STEPS_UP_TO * power <= last}
-        steps |= {m for power in powers if power >= _ODD_FROM for m in (power - 1, power + power // 2)}
+        steps |= {m for power in powers if power >= _DENSE_FROM for m in (power - 1, power + power // 2)}
         wanted = {first, last, 3, *self._sizes.tuned, *powers, *steps}
         wanted |= set(sorted(self._counts, key=lambda m: -self._counts[m])[:BATCH])
         budget_s = _COARSE_SHARE * max(0.0, self._end - time.perf_counter())

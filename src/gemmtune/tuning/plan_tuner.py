@@ -103,8 +103,8 @@ class PlanTuner:
         plans: list[TunedPlan] = []
         with closing(self._tuner.new_pool()) as pool:
             for index, (weight, sizes) in enumerate(zip(weights, ranges, strict=True)):
-                of_weight, plan = self._tune_weight(weight, sizes, pool)
-                decisions += of_weight
+                weight_decisions, plan = self._tune_weight(weight, sizes, pool)
+                decisions += weight_decisions
                 plans += [plan] if plan is not None else []
                 self._progress(PlanDone(weight.problem.plan_key, plan, len(weights) - index - 1))
         return decisions, plans

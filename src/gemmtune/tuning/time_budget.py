@@ -24,9 +24,10 @@ class TimeBudget:
     def exclude(self, seconds: float, *, limited: bool = True) -> None:
         """Do not count the last ``seconds`` seconds; if ``limited``, only while less than ``excludable_s`` was not
         counted."""
-        excluded_s = min(seconds, self._excludable_s) if limited else seconds
-        self._excludable_s -= excluded_s if limited else 0.0
-        self._started += excluded_s
+        if limited:
+            seconds = min(seconds, self._excludable_s)
+            self._excludable_s -= seconds
+        self._started += seconds
 
     @property
     def elapsed_s(self) -> float:
