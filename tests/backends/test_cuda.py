@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
-from gemmtune.backends.cuda.fitted import FittedTiles
+from gemmtune.backends.cuda.fitted import Copy, FittedTiles, multiprocessors_for
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import decode_kernels
 from gemmtune.backends.gpu.rules import device_limits
@@ -81,7 +81,7 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
     template: str, m: int, n: int, multiprocessors: int, data: st.DataObject
 ) -> None:
     blocks = data.draw(st.integers(1, multiprocessors))
-    largest, other = data.draw(st.sampled_from((24, 160, 232, 256))), data.draw(st.sampled_from((64, 128)))
+    largest, other = data.draw(st.sampled_from((24, 40, 160, 232, 256))), data.draw(st.sampled_from((64, 128)))
     bm, bn = (largest, other) if template == "mixed" else (other, largest)
     config = {
         "bm": bm,
@@ -90,16 +90,31 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
         **({"split": blocks} if template == "mixed" else {"split": 1, "cluster": blocks}),
     }
     tiles = FittedTiles(template, config, n, multiprocessors)
-    size, every_size = tiles.size_at(m), (*range(16, largest, 16), largest)
-    assert tiles.sizes[-1] == largest
+    copy = tiles.copy_at(m)
+    assert copy in tiles.copies
+    assert Copy(1, largest) in tiles.copies
+    assert FittedTiles(template, config, n, multiprocessors, tiles.copies).copy_at(m) == copy  # as a loaded kernel does
 
-    def rounds(size: int) -> int:
-        rows, columns = (size, bn) if template == "mixed" else (bm, size * blocks)
-        return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / (multiprocessors // blocks))
+    def rounds(copy: Copy) -> int:
+        rows, columns = (copy.size, bn) if template == "mixed" else (bm, copy.size * blocks)
+        split = copy.split if template == "mixed" else blocks
+        usable = multiprocessors_for(split, multiprocessors) if template == "mixed" else multiprocessors
+        clusters = max(1, usable // split)
+        return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / clusters)
 
-    assert rounds(size) == rounds(largest)
-    least = max(32, largest / 3 if template == "mixed" else 0)  # smaller ones are not built
-    assert all(rounds(smaller) > rounds(largest) for smaller in every_size if least <= smaller < size)
+    def seconds(split: int) -> float:
+        return rounds(Copy(split, largest)) * (1.0 if split == 1 else 1.0 / split + 0.125)
+
+    splits = {1 << exponent for exponent in range(blocks.bit_length())} if template == "mixed" else {1}
+    if m <= 4096:  # for more rows not all copies may be there
+        assert seconds(copy.split) == min(map(seconds, splits))
+        assert rounds(copy) == rounds(Copy(copy.split, largest))
+    eights = range(largest // 2, 192) if template == "mixed" and copy.split == 1 else ()
+    least = largest // 3 if (template, bn) == ("mixed", 128) else 0  # smaller ones are not built
+    every_size = [size for size in range(32, largest, 8) if size >= least and (size % 16 == 0 or size in eights)]
+    smaller = [Copy(copy.split, size) for size in every_size if size < copy.size]
+    if m <= 4096 or template == "slab":
+        assert all(rounds(other) > rounds(copy) for other in smaller)
 
 
 FITTED_PROBLEMS = {
@@ -124,7 +139,7 @@ def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(name: str, m: i
         path = backend.code_paths(problem, candidate, H200)
         assert path is not None
         tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, 132)
-        assert path(m) == tiles.size_at(m)
+        assert path(m) == tiles.copy_at(m)
     assert backend.code_paths(problem, next(iter(listed)), H200) is None
 
 
@@ -142,13 +157,13 @@ def test_a_template_without_fitted_tiles_has_none() -> None:
 def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> None:
     problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)
     for candidate in backend.plan_candidates(problem, H200):
-        axis = "bm" if candidate.template == "mixed" else "bn"
+        axis, fitted = ("bm", 2) if candidate.template == "mixed" else ("bn", 1)
         copies = space.copies(problem, candidate.template, dict(candidate.config), device)
         tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, device.multiprocessors)
-        assert [copy[axis] for copy in copies] == list(tiles.sizes)
-        assert {**copies[-1], "fitted": 1} == dict(candidate.config)
+        assert [(copy["split"], copy[axis]) for copy in copies] == list(tiles.copies)
+        assert dict(candidate.config) in [{**copy, "split": candidate["split"], "fitted": fitted} for copy in copies]
         why_illegal = space._why_mixed_illegal if candidate.template == "mixed" else space._why_slab_illegal
-        assert not [reason for copy in copies if (reason := why_illegal(problem, device, copy))]
+        assert not [reason for copy in copies if (reason := why_illegal(problem, device, {**copy, "fitted": fitted}))]
 
 
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)

@@ -97,8 +97,9 @@ class Emulator:
         options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(source.arguments)}", f"-I{FRAME}"]
         subprocess.run([str(CXX), *options, "-o", str(path), str(path.with_suffix(".cpp"))], check=True)
         return path, Header(
-            template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True
-        )
+            template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True,
+            split=source.split,
+        )  # fmt: skip
 
 
 @pytest.fixture
@@ -359,16 +360,19 @@ def test_kernels_serve_more_rows_than_their_m(emulator: Emulator) -> None:
         assert verdict.ok, verdict.detail
 
 
-# By name: a template, a Problem, a config, and the sizes of tiles by M on the fake driver's six multiprocessors.
-FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, int]]] = {
+# By name: a template, a Problem, a config, and the copies (or the sizes of copies that share no K) by M on the fake
+# driver's six multiprocessors.
+FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, Any]]] = {
     "int8 weights": (
-        "mixed", weight_only_problem(130, 37, 528), {"bm": 72}, {1: 32, 193: 48, 289: 64, 385: 72},
+        "mixed", weight_only_problem(130, 37, 528), {"bm": 72}, {1: 32, 193: 40, 289: 56, 385: 72},
     ),
-    "int8 weights, a cluster, an epilogue": (
-        "mixed", replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 72, "split": 2}, {40: 48, 70: 72},
+    "int8 weights, clusters, an epilogue": (
+        "mixed", replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 72, "split": 2},
+        {40: (2, 48), 70: (2, 72), 130: (1, 48)},
     ),
-    "int4 weights, groups": (
-        "mixed", weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72}, {9: 32, 100: 48, 200: 72},
+    "int4 weights, groups, clusters": (
+        "mixed", weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72, "split": 2},
+        {9: (2, 32), 100: (1, 40), 200: (1, 72)},
     ),
     "bf16": ("slab", build(70, 304, 200, "bf16"), {"bn": 128}, {3: 64, 70: 112, 150: 80}),
     "bf16, a cluster, an epilogue": (
@@ -387,12 +391,15 @@ FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, int]]] = {
 @needs_cxx
 @pytest.mark.parametrize("name", FITTED)
 def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, name: str) -> None:
-    template, problem, config, size_at = FITTED[name]
-    config = {**(MIXED_CONFIG if template == "mixed" else SLAB_CONFIG), **config, "fitted": 1}
+    template, problem, config, copies = FITTED[name]
+    base, fitted = (MIXED_CONFIG, 2) if template == "mixed" else (SLAB_CONFIG, 1)
+    config = {**base, **config, "fitted": fitted}
     tiles = FittedTiles(template, config, problem.n, 6)
-    assert {m: tiles.size_at(m) for m in size_at} == size_at
+    assert {m: tiles.copy_at(m) for m in copies} == {
+        m: c if isinstance(c, tuple) else (1, c) for m, c in copies.items()
+    }
     kernel = emulator.load(problem, Candidate.make("cuda", template, **config))
-    for m in size_at:
+    for m in copies:
         problem = kernel.problem.with_m(m)
 
         def run(inputs: Inputs, out: torch.Tensor) -> None:

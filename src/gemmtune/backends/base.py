@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
@@ -205,9 +205,9 @@ class Backend(ABC):
         """
         return None
 
-    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
-        """Return a function from M to a number, where a legal candidate's kernel chooses among copies of its code by M:
-        equal numbers for M that have the same copy. None for kernels with one (the default).
+    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], Hashable] | None:
+        """Return a function from M to a value, where a legal candidate's kernel chooses among copies of its code by M:
+        equal values for M that have the same copy. None for kernels with one (the default).
 
         A Plan's kernel is verified in each of the copies that it runs.
         """

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 
 from ..core.candidate import Candidate
 from ..verify.row_counts import tile_rows
@@ -20,7 +20,7 @@ def sizes_to_verify(
     spans: Sequence[tuple[int, int]],
     candidate: Candidate,
     rng: random.Random,
-    path: Callable[[int], int] | None = None,
+    path: Callable[[int], Hashable] | None = None,
 ) -> list[int]:
     """Return the M at which to verify a kernel that serves ``spans`` (first and last M of each), in a random order.
 
@@ -57,11 +57,13 @@ def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:
     return range(start, min(start + RUN, last + 1))
 
 
-def _one_of_each(spans: Sequence[tuple[int, int]], path: Callable[[int], int] | None, rng: random.Random) -> list[int]:
+def _one_of_each(
+    spans: Sequence[tuple[int, int]], path: Callable[[int], Hashable] | None, rng: random.Random
+) -> list[int]:
     """Return an M for each path through a kernel's code, chosen among the smallest."""
     if path is None:
         return []
-    by_path: dict[int, list[int]] = {}
+    by_path: dict[Hashable, list[int]] = {}
     for first, last in spans:
         for m in range(first, last + 1, -(-(last - first + 1) // PATHS)):
             by_path.setdefault(path(m), []).append(m)

@@ -6,7 +6,7 @@ from __future__ import annotations
 import logging
 import random
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 
 from .. import backends
 from ..backends.base import Backend
@@ -169,7 +169,7 @@ class WeightSession:
         backend = _loaded_backend(kernel)
         return None if backend is None else backend.estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
 
-    def _code_paths(self, kernel: PoolKernel) -> Callable[[int], int] | None:
+    def _code_paths(self, kernel: PoolKernel) -> Callable[[int], Hashable] | None:
         """Return ``Backend.code_paths`` of a kernel; None for a plugin's kernel that only the worker has loaded."""
         backend = _loaded_backend(kernel)
         return None if backend is None else backend.code_paths(self._problem, kernel.candidate, self._target)

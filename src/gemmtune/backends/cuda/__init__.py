@@ -7,7 +7,7 @@ their measured gains.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
@@ -45,7 +45,7 @@ class CudaBackend(GpuBackend):
     def estimated_s(self, problem: Problem, candidate: Candidate, target: Target) -> float | None:
         return space.estimated_s(problem, candidate, target)
 
-    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
+    def code_paths(self, problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], Hashable] | None:
         return space.code_paths(problem, candidate, target)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
@@ -72,7 +72,7 @@ class CudaBackend(GpuBackend):
             cubin = compile_source(source.text, device.capability, source.arch, source.registers)
             header = Header(
                 template, len(cubin), source.shared, source.warps, source.arguments, 0, source.descriptors,
-                waits=device.capability >= _PDL_CAPABILITY,
+                waits=device.capability >= _PDL_CAPABILITY, split=source.split,
             )  # fmt: skip
             return encode_kernel(header, cubin)
 

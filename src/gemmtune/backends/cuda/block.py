@@ -9,6 +9,7 @@ from .epilogue import scale_group, vector_words
 
 REGISTERS = 65536  # of a multiprocessor
 GROUP, GROUP_ROWS = 128, 64  # threads that execute a wgmma, and its rows
+RESERVED_SHARED = 1 << 10  # bytes of a multiprocessor's shared memory that each block reserves
 CHUNK_BYTES = 128  # of a row, in the layout that TMA writes for wgmma
 MIXED_STEP = 128  # elements of K in a stage of ``mixed``
 _SWIZZLE_ALIGNMENT = 1024  # bytes; TMA's swizzle pattern repeats at multiples of it

@@ -1,20 +1,41 @@
 """Kernels whose tiles are fitted to M: several kernels of one template (``mixed`` or ``slab``), the copies, that differ
-in one size of their tiles. The host launches one of them by M, so that blocks divide the output evenly."""
+in one size of their tiles and, for ``mixed``, in how many blocks share K. The host launches one of them by M, so that
+blocks divide the output evenly."""
 
 from __future__ import annotations
 
-import math
+import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from ...core.problem import Problem
-from .block import mixed_stages, slab_stages
+from .block import RESERVED_SHARED, mixed_stages, slab_stages
 from .source import MIXED, SLAB
 
 # The size that is fitted: ``mixed`` reads A's rows along wgmma's second dimension, ``slab`` B's columns.
 _AXES = {MIXED: "bm", SLAB: "bn"}
 _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
+# The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 from versions that did not fit
+# ``split``: those kernels were verified with other copies.
+SIZE, SIZE_AND_SPLIT = 1, 2
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
+# The sizes of ``mixed`` that are multiples of 8 only: blocks that do not share K, whose rows are fewer than this and
+# more than half of the largest size. 16 rows are over 8% of them.
+_EIGHTS_BELOW = 192
+_LEAST = 32
+_NARROW = 64  # columns
+# Stages with which a second block fits on a multiprocessor, if there are as many: the blocks of the next call then read
+# their weights while these still run. A tile of 32 rows by int4 weights is 13% slower with 18 stages than one of 64
+# rows with 5 (4096x4096, H100); with fewer stages than 5 tiles are not faster.
+_LEAST_BESIDE = 5
+_SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; larger M need no others
+# The time that blocks which share K take in a round to exchange their sums, in rounds of a block that does not share.
+# With 1/8 the choices between one block and two in 142 measured pairs (int8 and int4 weights, M = 144 to 2528, every-M
+# plans of H100s and H200s) lose 0.07% in the mean and 3.5% at most; with 0 they lose 0.36% and 11.6%.
+_EXCHANGE = 0.125
+# Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
+# of the GPU.
+_CLUSTER_LOSS = 0.04
 MAX_STAGES = 24  # of a kernel, fitted or not
 
 
@@ -23,49 +44,106 @@ def is_fitted(config: dict[str, Any]) -> bool:
     return bool(config.get("fitted"))
 
 
+class Copy(NamedTuple):
+    """What tells the copies of a fitted kernel from one another. split: the blocks of a cluster that share K. size: of
+    the tiles, along the axis that is fitted."""
+
+    split: int
+    size: int
+
+
 class FittedTiles:
     """The tiles of a fitted kernel whose output has N columns, on a device with a number of multiprocessors.
 
-    sizes: those that are built, along the axis that is fitted (rows of ``mixed``, columns of ``slab``), ascending.
+    copies: those that are built, ascending.
     """
 
     def __init__(
-        self, template: str, config: dict[str, Any], n: int, multiprocessors: int, sizes: Iterable[int] = ()
+        self, template: str, config: dict[str, Any], n: int, multiprocessors: int, copies: Iterable[Copy] = ()
     ) -> None:
         self._template, self._n, self._bm, self._bn = template, n, int(config["bm"]), int(config["bn"])
-        self._cluster = int(config.get("cluster", 1))  # blocks side by side along N
-        self._clusters = max(1, multiprocessors // (self._cluster * int(config["split"])))
-        self.sizes = tuple(sizes) or self._useful_sizes(int(config[_AXES[template]]))
+        self._cluster, self._multiprocessors = int(config.get("cluster", 1)), multiprocessors
+        self._largest = int(config[_AXES[template]])
+        self._set_copies(copies or self._possible_copies(int(config["split"])))
+        if not copies and template == MIXED:
+            needed = {self.copy_at(m) for m in range(1, _SCANNED_ROWS, 8)}  # sizes are multiples of 8
+            self._set_copies({*needed, Copy(1, self._largest)})
 
-    def _useful_sizes(self, most: int) -> tuple[int, ...]:
-        """Return ``most`` and the multiples of ``_STEP`` below it that may be the least for some M.
+    def _set_copies(self, copies: Iterable[Copy]) -> None:
+        self.copies = tuple(sorted(copies))
+        self._sizes: dict[int, list[int]] = {}  # by split, both ascending
+        for copy in self.copies:
+            self._sizes.setdefault(copy.split, []).append(copy.size)
+
+    def _possible_copies(self, most: int) -> list[Copy]:
+        """Return the copies that may be the best for some M. most: blocks that share K.
 
         Of ``slab``, one row of tiles has the least columns if a round of blocks is enough for it; with more rounds
-        tiles have more than half of ``most``. Tiles of ``mixed`` have no fewer than a third: TMA loads no rows that A
-        does not have.
+        tiles have more than half of the largest size.
         """
-        least = most / 3
         if self._template == SLAB:
-            least = min(self._n / (self._clusters * self._cluster), most / 2)
-        return (*range(max(2, math.ceil(least / _STEP)) * _STEP, most, _STEP), most)
+            least = min(self._n / (self._clusters(1) * self._cluster), self._largest / 2)
+            sizes = [size for size in range(_LEAST, self._largest, _STEP) if size >= least]
+            return [Copy(1, size) for size in (*sizes, self._largest)]
+        splits = [1 << doublings for doublings in range(most.bit_length())]
+        return [Copy(split, size) for split in splits for size in (*self._mixed_sizes(split), self._largest)]
 
-    def size_at(self, m: int) -> int:
-        """Return the size of the tiles for M rows: the least with which the blocks need no more rounds than with the
-        largest.
+    def _mixed_sizes(self, split: int) -> list[int]:
+        """Return the sizes of tiles below the largest, ascending. Wide tiles have no fewer rows than a third of it: for
+        few rows narrow ones are faster, and TMA loads no rows that A does not have."""
+        least = _LEAST if self._bn == _NARROW else max(_LEAST, self._largest // 3)
+        eights = range(self._largest // 2, _EIGHTS_BELOW) if split == 1 else range(0)
+        return [size for size in range(least, self._largest) if size % _STEP == 0 or (size % 8 == 0 and size in eights)]
+
+    def copy_at(self, m: int) -> Copy:
+        """Return the copy for M rows: the blocks that share K are those with which the rounds of blocks take the least
+        time, and the tiles the smallest with which they are no more rounds than with the largest.
 
         A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
         longer.
         """
-        fewest = self._rounds(m, self.sizes[-1])
-        return next(size for size in self.sizes if self._rounds(m, size) <= fewest)
+        split = min(self._sizes, key=lambda split: self._rounds(m, Copy(split, self._largest)) * _round_time(split))
+        sizes = self._sizes[split]
+        fewest = self._rounds(m, Copy(split, sizes[-1]))
+        return next(copy for size in sizes if self._rounds(m, copy := Copy(split, size)) <= fewest)
 
-    def _rounds(self, m: int, size: int) -> int:
-        rows, columns = (size, self._bn) if self._template == MIXED else (self._bm, size)
-        return -(-(-(-m // rows) * -(-self._n // (columns * self._cluster))) // self._clusters)
+    def _clusters(self, split: int) -> int:
+        return max(1, multiprocessors_for(split, self._multiprocessors) // (self._cluster * split))
+
+    def _rounds(self, m: int, copy: Copy) -> int:
+        rows, columns = (copy.size, self._bn) if self._template == MIXED else (self._bm, copy.size)
+        return -(-(-(-m // rows) * -(-self._n // (columns * self._cluster))) // self._clusters(copy.split))
 
 
-def copy_at(problem: Problem, template: str, config: dict[str, Any], size: int, shared: int) -> dict[str, Any]:
-    """Return the config of a fitted kernel's copy with tiles of one size, with as many stages as fit ``shared`` bytes
-    of shared memory."""
-    copy = {name: value for name, value in config.items() if name != "fitted"} | {_AXES[template]: size}
-    return copy | {"stages": min(MAX_STAGES, _STAGES[template](problem, copy, shared))}
+@functools.lru_cache(maxsize=256)
+def _tiles(template: str, bm: int, bn: int, cluster: int, split: int, n: int, multiprocessors: int, /) -> FittedTiles:
+    config = {"bm": bm, "bn": bn, "cluster": cluster, "split": split}
+    return FittedTiles(template, config, n, multiprocessors)
+
+
+def fitted_tiles(template: str, config: dict[str, Any], n: int, multiprocessors: int) -> FittedTiles:
+    """Return the tiles of a fitted kernel with all its copies, from a cache: finding the copies takes 10 to 30 ms."""
+    sizes = (int(config[name]) for name in ("bm", "bn"))
+    return _tiles(template, *sizes, int(config.get("cluster", 1)), int(config["split"]), n, multiprocessors)
+
+
+def multiprocessors_for(split: int, multiprocessors: int) -> int:
+    """Return about how many multiprocessors run a block each where clusters have ``split`` blocks that share K."""
+    return int(multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
+
+
+def _round_time(split: int) -> float:
+    """Return the time of a round of blocks of which ``split`` share K, in rounds of blocks that do not share."""
+    return 1.0 / split + (_EXCHANGE if split > 1 else 0.0)
+
+
+def copy_config(problem: Problem, template: str, config: dict[str, Any], copy: Copy, shared: int) -> dict[str, Any]:
+    """Return the config of a fitted kernel's copy, with as many stages as fit ``shared`` bytes of shared memory; of
+    ``mixed`` as many as fit half of them, if those are enough."""
+    result = {name: value for name, value in config.items() if name != "fitted"}
+    result |= {"split": copy.split, _AXES[template]: copy.size}
+    stages = _STAGES[template](problem, result, shared)
+    if template == MIXED:
+        beside = mixed_stages(problem, result, (shared + RESERVED_SHARED) // 2 - RESERVED_SHARED)
+        stages = beside if beside >= _LEAST_BESIDE else stages
+    return result | {"stages": min(MAX_STAGES, stages)}

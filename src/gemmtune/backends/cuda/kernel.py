@@ -13,7 +13,7 @@ from ...core.problem import Problem
 from ..gpu.artifact import Header
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.kernel import GridKernel, LoadedCubin, TmaKernel
-from .fitted import FittedTiles, is_fitted
+from .fitted import Copy, FittedTiles, is_fitted
 
 
 class Skinny(GridKernel):
@@ -30,48 +30,51 @@ class Skinny(GridKernel):
 
 
 class _FittableKernel(TmaKernel):
-    """A kernel whose tiles may be fitted to M: it then has a cubin for each size of its tiles."""
+    """A kernel whose tiles may be fitted to M: it then has a cubin for each copy (``FittedTiles``)."""
 
     clips_boxes = True
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
         self._config = dict(candidate.config)
-        self._copies: dict[int, LoadedCubin] = {}
+        self._cubins: dict[Copy, LoadedCubin] = {}
         self._tiles: dict[int, FittedTiles] = {}  # by device
         if is_fitted(self._config):
-            self._copies = {self._size_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
-            self._copies[self._size_of(self.header)] = self.function
+            self._cubins = {self._copy_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
+            self._cubins[self._copy_of(self.header)] = self.function
+
+    def _copy_of(self, header: Header) -> Copy:
+        return Copy(header.split, self._size_of(header))
 
     @abstractmethod
     def _size_of(self, header: Header) -> int:
         """Return the size of a cubin's tiles along the axis that may be fitted."""
 
-    def _size(self, m: int, device: int) -> int:
-        """Return the size of the tiles for M rows along the axis that may be fitted."""
-        if not self._copies:
-            return self._size_of(self.header)
+    def _copy(self, m: int, device: int) -> Copy:
+        """Return the copy for M rows; that of the only cubin where tiles are not fitted."""
+        if not self._cubins:
+            return self._copy_of(self.header)
         if device not in self._tiles:
             template, n = self.candidate.template, self.problem.n
-            self._tiles[device] = FittedTiles(template, self._config, n, _multiprocessors(device), self._copies)
-        return self._tiles[device].size_at(m)
+            self._tiles[device] = FittedTiles(template, self._config, n, _multiprocessors(device), self._cubins)
+        return self._tiles[device].copy_at(m)
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:
-        return self._copies[self._size(m, device)] if self._copies else self.function
+        return self._cubins[self._copy(m, device)] if self._cubins else self.function
 
 
 class Mixed(_FittableKernel):
     """The template ``mixed``: a cluster of blocks for each tile. int4 weights have the layout of ``skinny``."""
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
-        self._split = int(config["split"])
         return int(config["bm"]), int(config["bn"]), INT4_BLOCKS[0]
 
     def _size_of(self, header: Header) -> int:
         return header.descriptors["a_desc"].block[0]
 
     def _program_count(self, m: int, device: int) -> int:
-        return -(-m // self._size(m, device)) * self._tiles_n * self._split
+        copy = self._copy(m, device)
+        return -(-m // copy.size) * self._tiles_n * copy.split
 
 
 class Slab(_FittableKernel):
@@ -86,7 +89,7 @@ class Slab(_FittableKernel):
         return header.descriptors["b_desc"].block[0] * (2 if self.problem.gate is not None else 1)
 
     def _program_count(self, m: int, device: int) -> int:
-        groups = -(-m // self._bm) * -(-self.problem.n // (self._size(m, device) * self._cluster))
+        groups = -(-m // self._bm) * -(-self.problem.n // (self._copy(m, device).size * self._cluster))
         if self._split > 1:
             return groups * self._split
         return int(self._cluster * max(1, min(groups, _multiprocessors(device) // self._cluster)))

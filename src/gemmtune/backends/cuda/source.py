@@ -55,7 +55,7 @@ class Source:
     arguments: the names of its parameters, in order. warps: warps of a block. shared: bytes of shared memory that it
     must ask for. descriptors: TMA descriptors by parameter. arch: the suffix of the compute capability for features
     that later ones do not have, or empty. registers: the registers with which a thread must start, where threads hand
-    registers on.
+    registers on. split: the blocks that share K, of ``mixed``.
     """
 
     text: str
@@ -65,6 +65,7 @@ class Source:
     descriptors: dict[str, Tma] = field(default_factory=dict)
     arch: str = ""
     registers: int = 0
+    split: int = 1
 
 
 def generate(problem: Problem, template: str, config: dict[str, Any], primitives: str | None = None) -> Source:
@@ -145,6 +146,7 @@ def _mixed_launch(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
     swizzle = _SWIZZLE_64B if row == 64 else _SWIZZLE_128B
     return {
         "warps": mixed_warps(problem, config),
+        "split": config["split"],
         "shared": mixed_shared(problem, config),
         "descriptors": {
             "a_desc": _box(problem.a.dtype, config["bm"]),

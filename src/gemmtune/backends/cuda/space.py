@@ -13,8 +13,8 @@ in flight at a time).
 Axes of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as fit
 when one, two, three or four blocks run on a multiprocessor).
 
-Candidates for plans also have ``fitted`` (1: tiles of ``mixed`` have up to ``bm`` rows, those of ``slab`` up to ``bn``
-columns, as many as M needs: fitted.py).
+Candidates for plans also have ``fitted`` (1: tiles of ``slab`` have up to ``bn`` columns; 2: those of ``mixed`` up to
+``bm`` rows, and up to ``split`` blocks share K; as many as M needs: fitted.py).
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from .block import (
     GROUP_ROWS,
     MIXED_STEP,
     REGISTERS,
+    RESERVED_SHARED,
     equal_registers,
     mixed_raised_registers,
     mixed_registers,
@@ -49,7 +50,7 @@ from .block import (
     slab_warps,
 )
 from .epilogue import TYPES, scale_group, vector_words
-from .fitted import MAX_STAGES, FittedTiles, copy_at, is_fitted
+from .fitted import MAX_STAGES, SIZE, SIZE_AND_SPLIT, Copy, copy_config, fitted_tiles, is_fitted, multiprocessors_for
 from .source import MIXED, SKINNY, SLAB, elements_per_load
 
 NAME = "cuda"
@@ -66,10 +67,10 @@ _MAX_NORMED_ROWS = 32
 # One of Triton's templates converts int8 weights as a whole, which is faster for many rows; none converts int4 weights.
 _MIXED_MAX_ROWS = {"int8": 4096, "int4": _MAX_SLAB_ROWS}
 _MIXED_FITTED_ROWS = 1024  # beyond, no tile divides the rows better than another
+_MOST_FITTED_SPLIT = 4
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # lanes of a warp that are side by side along K
 _DEFAULT_SHARED_BYTES = 48 << 10  # shared memory of a kernel that does not ask for more
-_RESERVED_SHARED = 1 << 10  # bytes of a multiprocessor's shared memory that each block reserves
 _MAX_THREADS = 2048  # of a multiprocessor
 # Columns of a slab: two products of fewer columns leave the matrix units waiting more often than one product does.
 _MIN_PIECES_WIDTH = 128
@@ -111,9 +112,6 @@ _FEW_TILES, _MANY_TILES = 2, 4
 _COSTS_OF_FEW = _SlabCosts(3.9e-8, 1.3e-8, 0.27, 1.9e-8)
 # Barriers and outputs are hidden behind other tiles' loads. Fitted to times of fp8, int8 and bfloat16 on an H100.
 _COSTS_OF_MANY = _SlabCosts(1.4e-8, 6.5e-8, 0.5, 0.0)
-# Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
-# of the GPU.
-_CLUSTER_LOSS = 0.04
 
 
 def candidates(problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
@@ -154,11 +152,11 @@ def plan_candidates(problem: Problem, target: Target) -> list[Candidate]:
 
 
 def copies(problem: Problem, template: str, config: dict[str, Any], device: DeviceLimits) -> list[dict[str, Any]]:
-    """Return the configs of the kernels that a candidate consists of: one for each size of its tiles, ascending."""
+    """Return the configs of the kernels that a candidate consists of: one for each copy, ascending."""
     if not is_fitted(config):
         return [config]
-    sizes = FittedTiles(template, config, problem.n, device.multiprocessors).sizes
-    return [copy_at(problem, template, config, size, device.shared) for size in sizes]
+    tiles = fitted_tiles(template, config, problem.n, device.multiprocessors)
+    return [copy_config(problem, template, config, copy, device.shared) for copy in tiles.copies]
 
 
 def why_illegal(problem: Problem, candidate: Candidate, target: Target) -> str:
@@ -188,17 +186,17 @@ def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict
     """Return the estimated seconds of a call, with the copy for M where tiles are fitted."""
     *_, seconds = _spaces()[template]
     if template in _FITTED and is_fitted(config):
-        size = FittedTiles(template, config, problem.n, device.multiprocessors).size_at(problem.m)
-        config = copy_at(problem, template, config, size, device.shared)
+        copy = fitted_tiles(template, config, problem.n, device.multiprocessors).copy_at(problem.m)
+        config = copy_config(problem, template, config, copy, device.shared)
     return seconds(problem, device, config)
 
 
-def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], int] | None:
-    """Return a function from M to the size of a tile, where tiles are fitted to M; None for other kernels."""
+def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callable[[int], Copy] | None:
+    """Return a function from M to the copy that runs, where tiles are fitted to M; None for other kernels."""
     config = dict(candidate.config)
     if candidate.template not in _FITTED or not is_fitted(config):
         return None
-    return FittedTiles(candidate.template, config, problem.n, device_limits(target).multiprocessors).size_at
+    return fitted_tiles(candidate.template, config, problem.n, device_limits(target).multiprocessors).copy_at
 
 
 @functools.cache
@@ -371,8 +369,8 @@ def _fitted_slab_configs(problem: Problem, device: DeviceLimits) -> Iterator[dic
         listed = set[int]()
         for least_stages in (5, 4, 3):
             for bn in range(256, _MIN_PIECES_WIDTH - 1, -16):
-                whole = {**config, "bn": bn, "fitted": 1}
-                whole = {**copy_at(problem, SLAB, whole, bn, device.shared), "fitted": 1}
+                whole = {**config, "bn": bn}
+                whole = {**copy_config(problem, SLAB, whole, Copy(1, bn), device.shared), "fitted": SIZE}
                 if whole["stages"] >= least_stages and not _why_slab_illegal(problem, device, whole):
                     if bn not in listed:
                         listed.add(bn)
@@ -421,7 +419,7 @@ def _slab_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]
     bm, bn, cluster, split = config["bm"], config["bn"], config["cluster"], config["split"]
     size = bits(problem.a.dtype) / 8
     groups = -(-problem.m // bm) * -(-problem.n // (bn * cluster))
-    clusters = int(device.multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2))) // (cluster * split)
+    clusters = multiprocessors_for(split, device.multiprocessors) // (cluster * split)
     rounds = -(-groups // max(1, clusters)) / split
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
@@ -475,7 +473,7 @@ def _mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[dict[str,
         rows = set(_WIDTHS[6::2])
     for bm, bn, split in itertools.product(sorted(rows), (64, 128, 192, 256), (1, 2, 3, 4, 6, 8)):
         config = {"bm": bm, "bn": bn, "split": split}
-        budgets = [(device.shared + _RESERVED_SHARED) // resident - _RESERVED_SHARED for resident in (1, 2, 3, 4)]
+        budgets = [(device.shared + RESERVED_SHARED) // resident - RESERVED_SHARED for resident in (1, 2, 3, 4)]
         for stages in sorted({min(MAX_STAGES, mixed_stages(problem, config, budget)) for budget in budgets}):
             yield {**config, "stages": stages}
 
@@ -484,23 +482,31 @@ def _fitted_mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[di
     """Yield configurations with as many rows as registers, and shared memory with a number of stages, allow for one
     block on a multiprocessor (``FittedTiles`` counts one), and with the next multiple of 16 below: some numbers of rows
     are faster than others by 5%, and fitted ones differ by 16."""
-    for bn, split in itertools.product((64, 128, 192, 256), (1, 2, 3, 4)):
-        listed = set[int]()
+    for bn in (64, 128, 192, 256):
+        split, listed = _useful_split(problem, device, bn), set[int]()
         for least_stages in (4, 3, 2):
-            whole = ({"bm": bm, "bn": bn, "split": split, "fitted": 1} for bm in reversed(_WIDTHS))
-            with_stages = ({**copy_at(problem, MIXED, c, c["bm"], device.shared), "fitted": 1} for c in whole)
+            whole = ({"bm": bm, "bn": bn, "split": split} for bm in reversed(_WIDTHS))
+            with_stages = (
+                {**copy_config(problem, MIXED, c, Copy(split, c["bm"]), device.shared), "fitted": SIZE_AND_SPLIT}
+                for c in whole
+            )
             legal = (
                 config
                 for config in with_stages
                 if config["stages"] >= least_stages and not _why_mixed_illegal(problem, device, config)
             )
             for config in itertools.islice(legal, 2):
-                tiles = FittedTiles(MIXED, config, problem.n, device.multiprocessors)
-                if config["bm"] not in listed and problem.m > tiles.sizes[0]:
+                if config["bm"] not in listed and problem.m > _MIXED_MIN_ROWS:
                     listed.add(config["bm"])
                     yield config
                 if not config["bm"] % 16:
                     break
+
+
+def _useful_split(problem: Problem, device: DeviceLimits, bn: int) -> int:
+    """Return the most blocks that share K in a fitted kernel with ``bn`` columns in a tile."""
+    config = {"bm": _WIDTHS[-1], "bn": bn, "split": _MOST_FITTED_SPLIT}
+    return max(copy.split for copy in fitted_tiles(MIXED, config, problem.n, device.multiprocessors).copies)
 
 
 # The configurations of templates whose tiles may be fitted to M.
@@ -516,7 +522,7 @@ def _why_mixed_illegal(problem: Problem, device: DeviceLimits, config: dict[str,
     steps = -(-problem.k // MIXED_STEP)
     if split > 1 and steps < 2 * split:
         return f"K is {steps} steps: too few to be shared by {split} blocks"
-    if split > 1 and _tiles(problem, config) >= 3 * device.multiprocessors:
+    if split > 1 and not is_fitted(config) and _tiles(problem, config) >= 3 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
     needed = mixed_registers(problem, config)
     available = mixed_raised_registers(problem, config) or equal_registers(mixed_warps(problem, config))
@@ -531,10 +537,9 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
     blocks, groups, stage = _tiles(problem, config) * split, bn // 64, mixed_stage(problem, config)
     registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)
-    resident_limit = (device.shared + _RESERVED_SHARED) // (mixed_shared(problem, config) + _RESERVED_SHARED)
+    resident_limit = (device.shared + RESERVED_SHARED) // (mixed_shared(problem, config) + RESERVED_SHARED)
     resident = max(1, min(resident_limit, REGISTERS // registers))
-    usable = int(device.multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
-    busiest = -(-blocks // usable)
+    busiest = -(-blocks // multiprocessors_for(split, device.multiprocessors))
     steps = busiest * -(-problem.k // MIXED_STEP) / split
     weights = stage - 2 * CHUNK_BYTES * bm
     at_once = min(resident, busiest)

@@ -36,7 +36,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     size: bytes of the cubin. arguments: the names of the arguments that are passed, in order; ``scratch`` unused
     pointers follow them. descriptors: the TMA descriptors by argument. waits: whether the kernel itself waits for the
     preceding kernel, so that it may begin before that one ends. lanes: threads of a warp. arch: the AMD architecture
-    that the kernel is for, or empty.
+    that the kernel is for, or empty. split: the blocks that share K, where an artifact's kernels differ in it.
     """
 
     name: str
@@ -49,6 +49,7 @@ class Header(msgspec.Struct, forbid_unknown_fields=True):
     waits: bool = False
     lanes: int = 32
     arch: str = ""
+    split: int = 1
 
 
 def encode_kernel(header: Header, cubin: bytes) -> bytes:
