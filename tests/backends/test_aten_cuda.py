@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from gemmtune.backends.aten import AtenBackend, padding, quantized
+from gemmtune.backends.aten import AtenBackend, is_fallback, padding, quantized
 from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
 from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
@@ -21,6 +21,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, fp8_problem, int_problem, linear_problem, weight_only_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
+from gemmtune.verify.row_stack import RowCountVerifier
 from gemmtune.verify.verify import make_reference_cases, verify
 
 ATEN = AtenBackend()
@@ -232,6 +233,40 @@ def test_upcast_templates_match_the_oracle_and_unpack(dtype: str, bits: int) -> 
     assert levels(raw, torch.float64).abs().max() <= 128
     grouped = weight_only_problem(3, 24, 64, bits=bits, group=32, dtype=dtype)
     assert "one scale per output channel" in illegal_reasons(grouped)["aten/upcast"]
+
+
+@pytest.mark.parametrize("scale_dtype", ["bfloat16", "float32"])
+def test_what_pytorch_runs_for_int8_weights_is_right_but_for_its_rounding(scale_dtype: str) -> None:
+    base = weight_only_problem(20, 48, 512)
+    quant = base.b.quant
+    assert quant is not None
+    problem = replace(base, b=replace(base.b, quant=replace(quant, scale_dtype=scale_dtype)))
+    kernel, cases = load(problem, "aten/upcast_rounded"), make_reference_cases(problem, 0)
+
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        kernel.run(inputs.a, inputs.b, inputs.aux, out)
+
+    assert kernel.rounds_product
+    assert verify(run, problem, cases, 0.0).kind == "wrong"
+    assert verify(run, problem, cases, 0.0, rounds_product=True).ok
+    assert RowCountVerifier(problem, cases).verify(run, kernel.candidate, 5.0, rounds_product=True).ok
+    assert RowCountVerifier(problem, cases).verify(run, kernel.candidate, 5.0).kind == "wrong"
+    inputs = cases[0].inputs
+    assert isinstance(inputs.b, QuantWeight)
+    expected = torch.mm(inputs.a, inputs.b.data.bfloat16()) * inputs.b.scale
+    assert torch.equal(kernel.functional(inputs.a, inputs.b, ()), expected.bfloat16())
+
+
+def test_one_op_is_what_pytorch_runs_for_weight_only_problems() -> None:
+    plain = weight_only_problem(20, 48, 512)
+    for problem in (
+        plain, plain.with_m(1), weight_only_problem(20, 48, 512, dtype="float16"), with_steps(plain, Step("gelu")),
+        weight_only_problem(20, 48, 512, bits=4),
+    ):  # fmt: skip
+        names = [name for name in ("upcast", "upcast_rounded", "upcast_once") if is_fallback(name, problem)]
+        legal = {name for name in names if f"aten/{name}" in legal_candidates(problem)}
+        assert legal == ({"upcast_rounded"} if problem.key in (plain.key, plain.with_m(1).key) else {"upcast"})
+    assert "no epilogue" in illegal_reasons(with_steps(plain, Step("gelu")))["aten/upcast_rounded"]
 
 
 def test_int4pack_cuda_is_legal_for_its_sizes_and_dtypes() -> None:

@@ -8,7 +8,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from gemmtune.core.workloads import linear_problem
+from gemmtune.backends.aten.cuda_narrow import UpcastRounded
+from gemmtune.core.candidate import Candidate
+from gemmtune.core.workloads import linear_problem, weight_only_problem
 from gemmtune.testing.lapsing import LapsingKernel
 from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.recheck import CALLS, RacedKernel, recheck
@@ -45,3 +47,20 @@ def test_fault_in_the_last_of_thirty_calls_is_found(set_count: int) -> None:
 @pytest.mark.parametrize("set_count", [1, 3])
 def test_correct_kernel_has_no_fault(set_count: int) -> None:
     assert recheck(PROBLEM, [raced_kernel(set_count, CALLS + 1)], 1, time_limit_s=60.0) == {}
+
+
+@pytest.mark.parametrize("rounds_product", [True, False])
+def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(rounds_product: bool) -> None:
+    """What plain PyTorch runs for int8 weights differs from the oracle by the rounding of the product."""
+    problem = weight_only_problem(64, 64, 512)
+    kernel = UpcastRounded(problem, Candidate.make("aten", "upcast_rounded"))
+    kernel.rounds_product = rounds_product  # type: ignore[misc]
+    operands = [make_inputs(problem, seed) for seed in range(3)]
+    sets = [(inputs, inputs.b, torch.empty(64, 64, dtype=torch.bfloat16)) for inputs in operands]
+
+    def call(index: int) -> Sequence[int]:
+        inputs, weight, out = sets[index]
+        kernel.run(inputs.a, weight, (), out)
+        return [index]
+
+    assert bool(recheck(problem, [RacedKernel(kernel, call, sets)], 1, time_limit_s=60.0)) is not rounds_product

@@ -71,7 +71,8 @@ class Kernel(ABC):
     overlap: whether launches that are captured into a CUDA graph may begin before the preceding kernel ends, if
     ``can_overlap``; set it before the first call. counts_writes: whether ``run`` writes ``out`` through PyTorch's ops,
     which increment the version counter of ``out`` (autograd detects stale saved tensors by this counter); for other
-    kernels dispatch increments it.
+    kernels dispatch increments it. rounds_product: whether the product is rounded to A's dtype before it is scaled, and
+    the result again. Only what plain PyTorch runs may do so; verification allows for the rounding.
     """
 
     candidate: Candidate
@@ -80,6 +81,7 @@ class Kernel(ABC):
     workspace_bytes: int = 0
     overlap: bool = True
     counts_writes: ClassVar[bool] = False
+    rounds_product: ClassVar[bool] = False
 
     @property
     def can_overlap(self) -> bool:

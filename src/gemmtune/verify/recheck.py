@@ -26,7 +26,7 @@ from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
 from .inputs import Inputs, allocate, as_bytes, fill_random, logical_shape
-from .oracle import INTEGERS, reference
+from .oracle import INTEGERS, UNIT, reference
 from .random_source import RandomSource
 from .reference_cases import select_aux_rows, tolerance_of
 from .row_counts import other_row_counts
@@ -294,7 +294,10 @@ class _Recheck:
             aux.append(t.index_select(-1, of_b) if step.axis in ("col", "full") else t)
         part = replace(problem, m=rows.numel(), n=of_b.numel())
         oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, of_b), aux)
-        return _OutputSample(rows, columns, oracle.value, tolerance_of(part, oracle))
+        tolerance = tolerance_of(part, oracle)
+        if self.raced.kernel.rounds_product:
+            tolerance = tolerance + UNIT[problem.a.dtype] * oracle.value.abs().to(tolerance.dtype)
+        return _OutputSample(rows, columns, oracle.value, tolerance)
 
 
 def _compare(problem: Problem, sample: _OutputSample, out: Tensor, parts: Sequence[Part] = ()) -> str:

@@ -42,6 +42,7 @@ from .random_source import RandomSource
 CaseKind = Literal["uniform", "adversarial"]
 
 _WORDS_PER_SUM = 512
+_TOLERANCES = "the oracle's tolerances"
 _ORDINARY_ROWS = 12  # ordinary rows of A in a bank: adversarial test cases repeat them between special rows
 _SMALL_WEIGHT_BYTES = 1 << 20  # a weight up to this size is drawn a second time for its special columns
 _VARIANT_ROWS = 4  # rows of a test case for a special value in a one-element tensor
@@ -103,6 +104,13 @@ class ReferenceCase:
             checksums[name] = cache[id(tensor)] = _checksums(tensor) if checksum is None else checksum
         return replace(self, checksums=checksums)
 
+    def with_rounded_product(self, problem: Problem) -> ReferenceCase:
+        """Return the test case with the tolerance of a kernel that rounds the product to A's dtype, too. For Problems
+        without an epilogue, whose value is the scaled product."""
+        rounding = UNIT[problem.a.dtype] * self.value.abs().to(self.tolerance.dtype)
+        checksums = {name: checksum for name, checksum in self.checksums.items() if name != _TOLERANCES}
+        return replace(self, tolerance=self.tolerance + rounding, checksums=checksums)
+
     def _guarded_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel must not write, by name: operands, and results that it must not access."""
         inputs, named = self.inputs, {"A": self.inputs.a}
@@ -113,7 +121,7 @@ class ReferenceCase:
         else:
             named["B"] = inputs.b
         named |= {f"the epilogue's tensor {i}": t for i, t in enumerate(inputs.aux)}
-        return named | {"the oracle's values": self.value, "the oracle's tolerances": self.tolerance}
+        return named | {"the oracle's values": self.value, _TOLERANCES: self.tolerance}
 
 
 def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple[ReferenceCase, ...]:

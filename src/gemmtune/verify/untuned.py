@@ -50,12 +50,11 @@ def _verify(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
         kernel.run(inputs.a, weight, inputs.aux, out)
 
     cases = make_reference_cases(problem, _SEED, device=device)
-    worst = verify(run, problem, cases, _PATIENCE_S)
+    worst = verify(run, problem, cases, _PATIENCE_S, rounds_product=kernel.rounds_product)
     for m in _OTHER_M:
         case = case_for_rows(problem, cases, m)
         if not worst.ok or case is None:
             break
-        worst = max(
-            worst, verify(run, problem, (case,), _PATIENCE_S), key=lambda verdict: (not verdict.ok, verdict.worst)
-        )
+        other = verify(run, problem, (case,), _PATIENCE_S, rounds_product=kernel.rounds_product)
+        worst = max(worst, other, key=lambda verdict: (not verdict.ok, verdict.worst))
     return worst

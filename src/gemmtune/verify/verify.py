@@ -29,11 +29,19 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], time_limit_s: float = 0.1) -> Verdict:
+def verify(
+    run: Run,
+    problem: Problem,
+    cases: Sequence[ReferenceCase],
+    time_limit_s: float = 0.1,
+    *,
+    rounds_product: bool = False,
+) -> Verdict:
     """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
     run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
     whose M may differ from the Problem's. time_limit_s: seconds for repeated runs on the first test case.
+    rounds_product: as ``Kernel.rounds_product``.
 
     The kernel runs at least twice on the first test case, and up to ten times within ``time_limit_s``; on each other
     test case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the
@@ -41,6 +49,8 @@ def verify(run: Run, problem: Problem, cases: Sequence[ReferenceCase], time_limi
     gave equal bits."""
     if not cases:
         raise ValueError("verify needs at least one case; make them with make_reference_cases(problem, seed)")
+    if rounds_product:
+        cases = [case.with_rounded_product(problem) for case in cases]
     worst, repeated = 0.0, ""
     for index, case in enumerate(cases):
         min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1

@@ -253,7 +253,10 @@ class ProblemSession:
         remaining_verdict = first_verdict if not first_verdict.ok else self._verify(kernel, self._get_test_cases()[1:])
         if remaining_verdict.ok:
             rows_verdict = self._guarded_verdict(
-                kernel, lambda run: self._get_other_rows().verify(run, candidate, _ROWS_PATIENCE_S)
+                kernel,
+                lambda run: self._get_other_rows().verify(
+                    run, candidate, _ROWS_PATIENCE_S, rounds_product=kernel.rounds_product
+                ),
             )
             remaining_verdict = (
                 msgspec.structs.replace(remaining_verdict, worst=max(remaining_verdict.worst, rows_verdict.worst))
@@ -387,7 +390,10 @@ class ProblemSession:
     def _verify(
         self, kernel: Kernel, test_cases: tuple[ReferenceCase, ...], time_limit_s: float = _CONFIRM_REPEAT_S
     ) -> Verdict:
-        return self._guarded_verdict(kernel, lambda run: verify(run, self.problem, test_cases, time_limit_s))
+        return self._guarded_verdict(
+            kernel,
+            lambda run: verify(run, self.problem, test_cases, time_limit_s, rounds_product=kernel.rounds_product),
+        )
 
     def _guarded_verdict(self, kernel: Kernel, check: Callable[[Run], Verdict]) -> Verdict:
         """Return the Verdict of ``check`` on a kernel; an exception that the kernel raises becomes a Verdict, too."""

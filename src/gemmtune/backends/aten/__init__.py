@@ -21,7 +21,16 @@ from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Artifact, Availability, Backend, Kernel
 from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
-from .cuda_narrow import Int4PackCuda, IntMmPadded, IntMmPaddedOnce, ScaledMmPadded, ScaledMmWide, Upcast, UpcastOnce
+from .cuda_narrow import (
+    Int4PackCuda,
+    IntMmPadded,
+    IntMmPaddedOnce,
+    ScaledMmPadded,
+    ScaledMmWide,
+    Upcast,
+    UpcastOnce,
+    UpcastRounded,
+)
 from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, is_dense_layout, unpack_dense
 from .kernel import AtenKernel
 from .norm import NormThen
@@ -29,8 +38,8 @@ from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntM
 
 _BUILTIN: tuple[type[AtenKernel], ...] = (
     Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,
-    IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, Int8Pack, Int4Pack, Int4PackCuda,
-    ScaledMm, ScaledMmPadded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
+    IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, Int8Pack, Int4Pack,
+    Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
 )  # fmt: skip
 _BY_NAME: dict[str, type[AtenKernel]] = {template.template: template for template in _BUILTIN}
 

@@ -87,8 +87,7 @@ class IntMmPaddedOnce(SlicedKernel):
 
 
 class Upcast(AtenKernel):
-    """Integers converted (exactly) to the activations' dtype, multiplied, and scaled in float32, which is the
-    formulation that users write today."""
+    """Integers converted (exactly) to the activations' dtype, multiplied, and scaled in float32."""
 
     template = "upcast"
     is_fallback = True
@@ -109,9 +108,44 @@ class Upcast(AtenKernel):
     def scratch_bytes(cls, problem: Problem) -> int:
         return super().scratch_bytes(problem) + dense_weight_bytes(problem, problem.a.dtype)
 
+    @classmethod
+    def runs_as_pytorch(cls, problem: Problem) -> bool:
+        return cls.is_fallback and bool(UpcastRounded.why_unsupported(problem, {}))
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc: Tensor = wide_mm(a, levels(b, a.dtype)) * b.scale.float()
         return acc
+
+
+class UpcastRounded(Upcast):
+    """The formulation that users write today: the product is rounded to the activations' dtype, then scaled. It moves a
+    third of the bytes of ``Upcast``'s results (8192x1024, M = 4231: 127 us and 140, H100)."""
+
+    template = "upcast_rounded"
+    accumulator = ""
+    rounds_product = True
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.epilogue or problem.b.dtype != "int8" or {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
+            # The product of float16 may overflow although the scaled one is finite.
+            return "what plain PyTorch runs for int8 weights, bfloat16 activations and no epilogue"
+        return super().why_unsupported(problem, config)
+
+    @classmethod
+    def runs_as_pytorch(cls, problem: Problem) -> bool:
+        return cls.is_fallback
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        acc: Tensor = torch.mm(a, levels(b, a.dtype)) * b.scale
+        return acc
+
+    def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        if b.scale.dtype == out.dtype:
+            product = self._without_reduced_precision(a, torch.mm, a, levels(b, a.dtype))
+            torch.mul(product, b.scale, out=out)
+        else:
+            super().run(a, b, aux, out)
 
 
 def levels(b: QuantWeight, dtype: torch.dtype) -> Tensor:
