@@ -27,6 +27,7 @@ from gemmtune.dispatch.portfolio import build_plan
 from gemmtune.report import plan_rows
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, weight_session
+from gemmtune.tuning.plan_measurements import Measurements
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
@@ -739,3 +740,21 @@ def test_kernels_that_surroundings_slow_down_serve_no_m_at_which_they_lose_there
     assert plan.surcharges == {"raw": {1: 4.0, 8: 4.0, 48: 1.0, 256: 1.0}}
     served = {m: kernel.id for m in (1, 8, 64, 192) if (kernel := plan.serving(m)) is not None}
     assert served == {1: PLAIN.id, 8: PLAIN.id, 64: LARGE.id, 192: LARGE.id}
+
+
+def test_kernel_that_is_slower_than_the_plain_op_between_edges_of_tiles_does_not_serve_there(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a GPU, where edges are measured most."""
+
+    def with_waves(*args: Any, **options: Any) -> Measurements:
+        return Measurements(*args, **{**options, "waves": True})
+
+    def is_edge(m: int) -> bool:
+        return m % 8 in (0, 1, 7)
+
+    monkeypatch.setattr(weight_session, "Measurements", with_waves)
+    kernel = simulated("edges", lambda m: PLAIN_S(m) * (0.9 if is_edge(m) else 1.1))
+    plan, _ = make_plan(clock, [kernel], store, sizes=SizeRange(64, 512, (64, 128, 512)), seconds=0.01)
+    served = [m for m in range(64, 513) if (serving := plan.serving(m)) is not None and serving.id == kernel.id]
+    assert sum(not is_edge(m) for m in served) <= 8
