@@ -19,10 +19,12 @@ _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
 # ``split``: those kernels were verified with other copies.
 SIZE, SIZE_AND_SPLIT = 1, 2
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
+_MANY_BLOCKS, _STEP_OF_MANY = 3, 32  # where so many blocks share K, reading the weight takes most of the time
 # The sizes of ``mixed`` that are multiples of 8 only: blocks that do not share K, whose rows are fewer than this and
 # more than half of the largest size. 16 rows are over 8% of them.
 _EIGHTS_BELOW = 192
 _LEAST = 32
+SPLITS = (1, 2, 3, 4, 6)  # the numbers of blocks of ``mixed`` that share K
 _NARROW = 64  # columns
 # Stages with which a second block fits on a multiprocessor, if there are as many: the blocks of the next call then read
 # their weights while these still run. A tile of 32 rows by int4 weights is 13% slower with 18 stages than one of 64
@@ -85,15 +87,16 @@ class FittedTiles:
             least = min(self._n / (self._clusters(1) * self._cluster), self._largest / 2)
             sizes = [size for size in range(_LEAST, self._largest, _STEP) if size >= least]
             return [Copy(1, size) for size in (*sizes, self._largest)]
-        splits = [1 << doublings for doublings in range(most.bit_length())]
+        splits = [split for split in SPLITS if split <= most]
         return [Copy(split, size) for split in splits for size in (*self._mixed_sizes(split), self._largest)]
 
     def _mixed_sizes(self, split: int) -> list[int]:
         """Return the sizes of tiles below the largest, ascending. Wide tiles have no fewer rows than a third of it: for
         few rows narrow ones are faster, and TMA loads no rows that A does not have."""
         least = _LEAST if self._bn == _NARROW else max(_LEAST, self._largest // 3)
+        step = _STEP if split < _MANY_BLOCKS else _STEP_OF_MANY
         eights = range(self._largest // 2, _EIGHTS_BELOW) if split == 1 else range(0)
-        return [size for size in range(least, self._largest) if size % _STEP == 0 or (size % 8 == 0 and size in eights)]
+        return [size for size in range(least, self._largest) if size % step == 0 or (size % 8 == 0 and size in eights)]
 
     def copy_at(self, m: int) -> Copy:
         """Return the copy for M rows: the blocks that share K are those with which the rounds of blocks take the least

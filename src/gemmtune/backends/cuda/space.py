@@ -50,7 +50,17 @@ from .block import (
     slab_warps,
 )
 from .epilogue import TYPES, scale_group, vector_words
-from .fitted import MAX_STAGES, SIZE, SIZE_AND_SPLIT, Copy, copy_config, fitted_tiles, is_fitted, multiprocessors_for
+from .fitted import (
+    MAX_STAGES,
+    SIZE,
+    SIZE_AND_SPLIT,
+    SPLITS,
+    Copy,
+    copy_config,
+    fitted_tiles,
+    is_fitted,
+    multiprocessors_for,
+)
 from .source import MIXED, SKINNY, SLAB, elements_per_load
 
 NAME = "cuda"
@@ -67,7 +77,6 @@ _MAX_NORMED_ROWS = 32
 # One of Triton's templates converts int8 weights as a whole, which is faster for many rows; none converts int4 weights.
 _MIXED_MAX_ROWS = {"int8": 4096, "int4": _MAX_SLAB_ROWS}
 _MIXED_FITTED_ROWS = 1024  # beyond, no tile divides the rows better than another
-_MOST_FITTED_SPLIT = 4
 _WIDTHS = tuple(range(16, 257, 8))
 _LANES = 4  # lanes of a warp that are side by side along K
 _DEFAULT_SHARED_BYTES = 48 << 10  # shared memory of a kernel that does not ask for more
@@ -505,7 +514,8 @@ def _fitted_mixed_configs(problem: Problem, device: DeviceLimits) -> Iterator[di
 
 def _useful_split(problem: Problem, device: DeviceLimits, bn: int) -> int:
     """Return the most blocks that share K in a fitted kernel with ``bn`` columns in a tile."""
-    config = {"bm": _WIDTHS[-1], "bn": bn, "split": _MOST_FITTED_SPLIT}
+    steps = -(-problem.k // MIXED_STEP)
+    config = {"bm": _WIDTHS[-1], "bn": bn, "split": max(split for split in SPLITS if steps >= 2 * split or split == 1)}
     return max(copy.split for copy in fitted_tiles(MIXED, config, problem.n, device.multiprocessors).copies)
 
 
