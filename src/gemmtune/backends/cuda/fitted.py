@@ -5,6 +5,7 @@ blocks divide the output evenly."""
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -19,12 +20,15 @@ _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
 # ``split``: those kernels were verified with other copies.
 SIZE, SIZE_AND_SPLIT = 1, 2
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
-_MANY_BLOCKS, _STEP_OF_MANY = 3, 32  # where so many blocks share K, reading the weight takes most of the time
+# Where so many blocks share K, reading the weight takes most of the time. They do so in one round only: in a version
+# with three blocks 4096x4096 took 82 us at M = 645 in more rounds, with two 44 (int4 weights, H100). Clusters of three
+# took 64 us for 40 tiles (int8 weights 8192x1024), as if each needed the multiprocessors of four.
+_MANY_BLOCKS, _STEP_OF_MANY = 3, 32
 # The sizes of ``mixed`` that are multiples of 8 only: blocks that do not share K, whose rows are fewer than this and
 # more than half of the largest size. 16 rows are over 8% of them.
 _EIGHTS_BELOW = 192
 _LEAST = 32
-SPLITS = (1, 2, 3, 4, 6)  # the numbers of blocks of ``mixed`` that share K
+SPLITS = (1, 2, 4, 6)  # the numbers of blocks of ``mixed`` that share K
 _NARROW = 64  # columns
 # Stages with which a second block fits on a multiprocessor, if there are as many: the blocks of the next call then read
 # their weights while these still run. A tile of 32 rows by int4 weights is 13% slower with 18 stages than one of 64
@@ -105,13 +109,21 @@ class FittedTiles:
         A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
         longer.
         """
-        split = min(self._sizes, key=lambda split: self._rounds(m, Copy(split, self._largest)) * _round_time(split))
+        split = min(self._sizes, key=lambda split: self._time(m, split))
         sizes = self._sizes[split]
         fewest = self._rounds(m, Copy(split, sizes[-1]))
         return next(copy for size in sizes if self._rounds(m, copy := Copy(split, size)) <= fewest)
 
+    def _time(self, m: int, split: int) -> float:
+        """Return the time of the rounds for M rows with the largest tiles, in rounds of blocks that do not share K."""
+        rounds = self._rounds(m, Copy(split, self._largest))
+        return math.inf if split >= _MANY_BLOCKS and rounds > 1 else rounds * _round_time(split)
+
     def _clusters(self, split: int) -> int:
-        return max(1, multiprocessors_for(split, self._multiprocessors) // (self._cluster * split))
+        """Return about how many clusters run at a time."""
+        together = multiprocessors_for(split, self._multiprocessors) // split
+        slots = self._multiprocessors // (1 << (split - 1).bit_length())
+        return max(1, min(together, slots) // self._cluster)
 
     def _rounds(self, m: int, copy: Copy) -> int:
         rows, columns = (copy.size, self._bn) if self._template == MIXED else (self._bm, copy.size)
