@@ -42,22 +42,24 @@ def expected_losses(
     return [(m, name) for _, m, name in sorted(losses.values(), reverse=True)]
 
 
-def between_edges(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
-    """Return an M that is no edge of tiles between each two neighboring measured M that are, and the kernel that serves
-    there: one that is not ATen's plain op and is expected to take at least ``_NEAR_PLAIN`` of its time. Those come
-    first at which it takes most of it.
+def unseen_kinds(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+    """Return an M between each two neighboring measured M of which none is like it, and the kernel that serves there:
+    one that is not ATen's plain op and is expected to take at least ``_NEAR_PLAIN`` of its time. Those come first at
+    which it takes most of it.
 
-    Most measured M are edges, since kernels' times change there: multiples of 8 and the M beside them. cuBLAS has other
-    kernels for many of them: in bfloat16, with int8 weights that are converted, 8192x1024 takes 152 us at M = 4352 and
-    134 us at M = 4404, where a kernel that takes 144 us served (H100).
+    There are two kinds of M: multiples of 16, and odd M that are not beside a multiple of 8. Most measured M are edges
+    of tiles, multiples of 8 and the M beside them, since kernels' times change there. cuBLAS has other kernels for one
+    kind than for the other: in bfloat16, with int8 weights that are converted, 8192x1024 takes 152 us at M = 4352 and
+    134 us at M = 4404, where a kernel that takes 144 us served; in bfloat16 39 us at M = 965, 36 us at M = 1023, and 27
+    us at M = 1016, where one that takes 29 us served (H100).
     """
     plain, kernels = curves.times.get(curves.plain, {}), [part for part in intervals if part.kernel != curves.plain]
     shares: dict[tuple[int, str], float] = {}
     for a, b in itertools.pairwise(curves.sizes) if curves.waves else ():
         parts = [(max(a + 1, part.first), min(b - 1, part.last), part.kernel) for part in kernels]
         first, last, name = max(parts, key=lambda part: part[1] - part[0], default=(b, a, ""))
-        inside = [m for m in _around((first + last) // 2) if first <= m <= last]
-        if inside and _is_edge(a) and _is_edge(b) and {a, b} & set(plain):
+        inside = [m for m in _unlike(a, b, (first + last) // 2) if first <= m <= last]
+        if inside and {a, b} & set(plain):
             seconds = curves.expected(name, inside[0]) or curves.at_most(name, inside[0])
             shares[inside[0], name] = seconds / min(plain[m] for m in (a, b) if m in plain)
     near = {at: share for at, share in shares.items() if share >= _NEAR_PLAIN}
@@ -68,10 +70,13 @@ def _is_edge(m: int) -> bool:
     return m % _EDGE in (0, 1, _EDGE - 1)
 
 
-def _around(middle: int) -> list[int]:
-    """Return the odd M near ``middle`` that are no edges, the nearest first."""
-    near = (m for m in range(middle - _EDGE, middle + _EDGE + 1) if m % 2 and not _is_edge(m))
-    return sorted(near, key=lambda m: abs(m - middle))
+def _unlike(a: int, b: int, middle: int) -> list[int]:
+    """Return the M near ``middle`` of the kind that neither ``a`` nor ``b`` has, the nearest first: odd M that are no
+    edges, else multiples of 16."""
+    near = sorted(range(middle - 2 * _EDGE, middle + 2 * _EDGE + 1), key=lambda m: abs(m - middle))
+    if _is_edge(a) and _is_edge(b):
+        return [m for m in near if m % 2 and not _is_edge(m)]
+    return [m for m in near if m % (2 * _EDGE) == 0] if a % _EDGE and b % _EDGE else []
 
 
 @dataclass(frozen=True)

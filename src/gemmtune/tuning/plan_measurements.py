@@ -226,13 +226,13 @@ class Measurements:
                 wanted.setdefault(m, self.names_near(curves, m))
         return wanted
 
-    def between_edges(self, limit: int) -> dict[int, list[str]]:
-        """Return up to ``limit`` of the M of ``gaps.between_edges`` for the raw layout, with the kernels to time there:
+    def unseen_kinds(self, limit: int) -> dict[int, list[str]]:
+        """Return up to ``limit`` of the M of ``gaps.unseen_kinds`` for the raw layout, with the kernels to time there:
         the one that serves, and those that may be the fastest."""
         curves = self.curves("").without(self.out)
         if not curves.plain or len(curves.times) < 2:
             return {}
-        uncertain = gaps.between_edges(curves, intervals.intervals(curves, self.serving(curves)))
+        uncertain = gaps.unseen_kinds(curves, intervals.intervals(curves, self.serving(curves)))
         return {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in uncertain[:limit]}
 
     def _suspicious(self, packing: str) -> dict[int, list[str]]:

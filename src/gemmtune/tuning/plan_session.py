@@ -33,7 +33,7 @@ _LEAST_CALLS = 3  # of a kernel that is timed at an M
 _UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
 _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
-_EDGE_ROUNDS, _MOST_BETWEEN_EDGES = 2, 36  # about half a second for 4096x4096 on an H100
+_KIND_ROUNDS, _MOST_UNSEEN = 2, 36  # about half a second for 4096x4096 on an H100
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
 
@@ -57,7 +57,7 @@ class PlanSession(WeightSession):
             self._time_predicted()
             self._time_under_load(seconds)
             stopped = self._refine()
-            self._time_between_edges()
+            self._time_unseen_kinds()
             chosen = self._verified_choice()
             if not self._extend_pool():
                 break
@@ -159,11 +159,11 @@ class PlanSession(WeightSession):
             self._time(wanted, min(remaining_s, max(0.1 * remaining_s, 0.05 * (self._end - self._started))))
         return "the time for other M was over"
 
-    def _time_between_edges(self) -> None:
-        """Time ATen's plain op and the kernels that may be slower than it at M that are no edges of tiles, where only
-        edges were measured. Not limited by the time for other M: such a kernel must not serve."""
-        for _ in range(_EDGE_ROUNDS):  # other kernels may serve after the first
-            wanted = self._measurements.between_edges(_MOST_BETWEEN_EDGES)
+    def _time_unseen_kinds(self) -> None:
+        """Time ATen's plain op and the kernels that may be slower than it at M unlike those that were measured beside
+        them (``gaps.unseen_kinds``). Not limited by the time for other M: such a kernel must not serve."""
+        for _ in range(_KIND_ROUNDS):  # other kernels may serve after the first
+            wanted = self._measurements.unseen_kinds(_MOST_UNSEEN)
             for start in range(0, len(wanted), BATCH):
                 batch = {m: wanted[m] for m in list(wanted)[start : start + BATCH]}
                 once_s = sum(self._measurements.expected_s(name, m) for m, names in batch.items() for name in names)
