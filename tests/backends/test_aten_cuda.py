@@ -48,7 +48,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, make_reference_cases(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1), rounds_product=kernel.rounds_product)
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
     if "_pad" in kernel.candidate.template:
         inputs = make_inputs(problem, 5)
@@ -255,6 +255,15 @@ def test_what_pytorch_runs_for_int8_weights_is_right_but_for_its_rounding(scale_
     assert isinstance(inputs.b, QuantWeight)
     expected = torch.mm(inputs.a, inputs.b.data.bfloat16()) * inputs.b.scale
     assert torch.equal(kernel.functional(inputs.a, inputs.b, ()), expected.bfloat16())
+
+
+def test_norm_in_front_of_what_pytorch_runs_for_int8_weights_keeps_its_rounding() -> None:
+    norm = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+    problem = replace(weight_only_problem(20, 48, 512), epilogue=(norm,))
+    kernel = load(problem, "aten/upcast_rounded")
+    assert kernel.rounds_product
+    check(problem, kernel)
+    assert not load(problem, "aten/upcast").rounds_product
 
 
 def test_one_op_is_what_pytorch_runs_for_weight_only_problems() -> None:

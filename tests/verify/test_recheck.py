@@ -14,6 +14,7 @@ from gemmtune.core.workloads import linear_problem, weight_only_problem
 from gemmtune.testing.lapsing import LapsingKernel
 from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.recheck import CALLS, RacedKernel, recheck
+from gemmtune.verify.verify import allows_rounded_product
 
 PROBLEM = linear_problem(4, 40, 32, "float32")
 
@@ -54,7 +55,7 @@ def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(rounds_
     """What plain PyTorch runs for int8 weights differs from the oracle by the rounding of the product."""
     problem = weight_only_problem(64, 64, 512)
     kernel = UpcastRounded(problem, Candidate.make("aten", "upcast_rounded"))
-    kernel.rounds_product = rounds_product  # type: ignore[misc]
+    kernel.rounds_product = rounds_product
     operands = [make_inputs(problem, seed) for seed in range(3)]
     sets = [(inputs, inputs.b, torch.empty(64, 64, dtype=torch.bfloat16)) for inputs in operands]
 
@@ -64,3 +65,10 @@ def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(rounds_
         return [index]
 
     assert bool(recheck(problem, [RacedKernel(kernel, call, sets)], 1, time_limit_s=60.0)) is not rounds_product
+
+
+def test_only_atens_kernels_may_round_the_product() -> None:
+    kernel = UpcastRounded(weight_only_problem(64, 64, 512), Candidate.make("aten", "upcast_rounded"))
+    assert allows_rounded_product(kernel)
+    kernel.candidate = Candidate.make("plugin", "upcast_rounded")
+    assert not allows_rounded_product(kernel)

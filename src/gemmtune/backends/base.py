@@ -81,7 +81,7 @@ class Kernel(ABC):
     workspace_bytes: int = 0
     overlap: bool = True
     counts_writes: ClassVar[bool] = False
-    rounds_product: ClassVar[bool] = False
+    rounds_product: bool = False
 
     @property
     def can_overlap(self) -> bool:

@@ -31,6 +31,7 @@ from .random_source import RandomSource
 from .reference_cases import select_aux_rows, tolerance_of
 from .row_counts import other_row_counts
 from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
+from .verify import allows_rounded_product
 
 CALLS = 30  # largest number of calls of a kernel
 TIME_LIMIT_S = 60e-3  # time limit for the calls of all kernels
@@ -295,7 +296,7 @@ class _Recheck:
         part = replace(problem, m=rows.numel(), n=of_b.numel())
         oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, of_b), aux)
         tolerance = tolerance_of(part, oracle)
-        if self.raced.kernel.rounds_product:
+        if allows_rounded_product(self.raced.kernel):
             tolerance = tolerance + UNIT[problem.a.dtype] * oracle.value.abs().to(tolerance.dtype)
         return _OutputSample(rows, columns, oracle.value, tolerance)
 

@@ -247,7 +247,7 @@ class RowCountVerifier:
         """Return the Verdict of a kernel at the M of ``other_row_counts``, which begin with the likeliest to fail.
 
         time_limit_s: seconds for the calls and comparisons after the first call. rounds_product: as
-        ``Kernel.rounds_product``. Exceptions of ``run`` are propagated.
+        ``verify`` takes it. Exceptions of ``run`` are propagated.
         """
         worst, time_limit = 0.0, TimeLimit(time_limit_s)
         for counts in row_groups(self._problem, other_row_counts(self._problem, candidate), self._device):

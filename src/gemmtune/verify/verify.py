@@ -10,6 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..backends.base import Kernel
 from ..core.decision import Verdict
 from ..core.problem import Problem, bits
 from .compare import compare
@@ -29,6 +30,11 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
+def allows_rounded_product(kernel: Kernel) -> bool:
+    """Whether verification allows for the rounding of a kernel's product: that of ATen's kernels that declare it."""
+    return kernel.rounds_product and kernel.candidate.backend == "aten"
+
+
 def verify(
     run: Run,
     problem: Problem,
@@ -41,7 +47,7 @@ def verify(
 
     run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
     whose M may differ from the Problem's. time_limit_s: seconds for repeated runs on the first test case.
-    rounds_product: as ``Kernel.rounds_product``.
+    rounds_product: as ``allows_rounded_product`` returns it for the kernel.
 
     The kernel runs at least twice on the first test case, and up to ten times within ``time_limit_s``; on each other
     test case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the
