@@ -27,7 +27,7 @@ _MANY_BLOCKS, _STEP_OF_MANY = 3, 32
 # The sizes of ``mixed`` that are multiples of 8 only: blocks that do not share K, whose rows are fewer than this and
 # more than half of the largest size. 16 rows are over 8% of them.
 _EIGHTS_BELOW = 192
-_LEAST = 32
+_LEAST = 32  # rows of ``mixed``, columns of ``slab``
 SPLITS = (1, 2, 4, 6)  # the numbers of blocks of ``mixed`` that share K
 _NARROW = 64  # columns
 # Stages with which a second block fits on a multiprocessor, if there are as many: the blocks of the next call then read
