@@ -43,11 +43,11 @@ def expected_losses(
 
 
 def unseen_kinds(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
-    """Return an M between each two neighboring measured M of which none is like it, and the kernel that serves there:
-    one that is not ATen's plain op and is expected to take at least ``_NEAR_PLAIN`` of its time. Those come first at
-    which it takes most of it.
+    """Return M of a kind that was not measured nearby, each with the kernel that serves it: one M between two
+    neighboring measured M, where that kernel is not ATen's plain op and is expected to take at least ``_NEAR_PLAIN`` of
+    the plain op's time. Those come first at which it takes most of it.
 
-    There are two kinds of M: multiples of 16, and odd M that are not beside a multiple of 8. Most measured M are edges
+    There are two kinds: multiples of 16, and odd M that are not beside a multiple of 8. Most measured M are edges
     of tiles, multiples of 8 and the M beside them, since kernels' times change there. cuBLAS has other kernels for one
     kind than for the other: in bfloat16, with int8 weights that are converted, 8192x1024 takes 152 us at M = 4352 and
     134 us at M = 4404, where a kernel that takes 144 us served; in bfloat16 39 us at M = 965, 36 us at M = 1023, and 27

@@ -33,7 +33,7 @@ _LEAST_CALLS = 3  # of a kernel that is timed at an M
 _UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
 _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
-_KIND_ROUNDS, _MOST_UNSEEN = 2, 36  # about half a second for 4096x4096 on an H100
+_KIND_ROUNDS, _MOST_UNSEEN = 2, 36  # how often M of unseen kinds are timed, and how many of them at most
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
 

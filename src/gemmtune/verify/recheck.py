@@ -26,9 +26,9 @@ from ..core.weights import PackedWeight, QuantWeight
 from .adversarial import row_kinds, special_rows
 from .compare import check_elements
 from .inputs import Inputs, allocate, as_bytes, fill_random, logical_shape
-from .oracle import INTEGERS, UNIT, reference
+from .oracle import INTEGERS, reference
 from .random_source import RandomSource
-from .reference_cases import select_aux_rows, tolerance_of
+from .reference_cases import product_rounding, select_aux_rows, tolerance_of
 from .row_counts import other_row_counts
 from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
 from .verify import allows_rounded_product
@@ -297,7 +297,7 @@ class _Recheck:
         oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, of_b), aux)
         tolerance = tolerance_of(part, oracle)
         if allows_rounded_product(self.raced.kernel):
-            tolerance = tolerance + UNIT[problem.a.dtype] * oracle.value.abs().to(tolerance.dtype)
+            tolerance = tolerance + product_rounding(problem, oracle.value)
         return _OutputSample(rows, columns, oracle.value, tolerance)
 
 

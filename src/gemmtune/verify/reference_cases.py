@@ -107,9 +107,9 @@ class ReferenceCase:
     def with_rounded_product(self, problem: Problem) -> ReferenceCase:
         """Return the test case with the tolerance of a kernel that rounds the product to A's dtype, too. For Problems
         without an epilogue, whose value is the scaled product."""
-        rounding = UNIT[problem.a.dtype] * self.value.abs().to(self.tolerance.dtype)
         checksums = {name: checksum for name, checksum in self.checksums.items() if name != _TOLERANCES}
-        return replace(self, tolerance=self.tolerance + rounding, checksums=checksums)
+        tolerance = self.tolerance + product_rounding(problem, self.value)
+        return replace(self, tolerance=tolerance, checksums=checksums)
 
     def _guarded_tensors(self) -> dict[str, Tensor]:
         """Return the tensors that a kernel must not write, by name: operands, and results that it must not access."""
@@ -122,6 +122,12 @@ class ReferenceCase:
             named["B"] = inputs.b
         named |= {f"the epilogue's tensor {i}": t for i, t in enumerate(inputs.aux)}
         return named | {"the oracle's values": self.value, _TOLERANCES: self.tolerance}
+
+
+def product_rounding(problem: Problem, value: Tensor) -> Tensor:
+    """Return how far results may be from ``value``, float32 of its shape, since a kernel rounds the product to A's
+    dtype. For Problems without an epilogue."""
+    return UNIT[problem.a.dtype] * value.abs().float()
 
 
 def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple[ReferenceCase, ...]:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import functools
 import math
+from bisect import bisect_left
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
@@ -32,11 +33,11 @@ SPLITS = (1, 2, 4, 6)  # the numbers of blocks of ``mixed`` that share K
 _NARROW = 64  # columns
 # Stages with which a second block fits on a multiprocessor, if there are as many: the blocks of the next call then read
 # their weights while these still run. A tile of 32 rows by int4 weights is 13% slower with 18 stages than one of 64
-# rows with 5 (4096x4096, H100); with fewer stages than 5 tiles are not faster.
+# rows with 5 (4096x4096, H100).
 _LEAST_BESIDE = 5
 _SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; larger M need no others
 # The time that blocks which share K take in a round to exchange their sums, in rounds of a block that does not share.
-# With 1/8 the choices between one block and two in 142 measured pairs (int8 and int4 weights, M = 144 to 2528, every-M
+# With 1/8 the choices between one block and two in 193 measured pairs (int8 and int4 weights, M = 144 to 3840, every-M
 # plans of H100s and H200s) lose 0.07% in the mean and 3.5% at most; with 0 they lose 0.36% and 11.6%.
 _EXCHANGE = 0.125
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
@@ -68,6 +69,7 @@ class FittedTiles:
         self, template: str, config: dict[str, Any], n: int, multiprocessors: int, copies: Iterable[Copy] = ()
     ) -> None:
         self._template, self._n, self._bm, self._bn = template, n, int(config["bm"]), int(config["bn"])
+        self._columns = -(-n // self._bn)  # tiles of ``mixed`` along N
         self._cluster, self._multiprocessors = int(config.get("cluster", 1)), multiprocessors
         self._largest = int(config[_AXES[template]])
         self._set_copies(copies or self._possible_copies(int(config["split"])))
@@ -80,6 +82,7 @@ class FittedTiles:
         self._sizes: dict[int, list[int]] = {}  # by split, both ascending
         for copy in self.copies:
             self._sizes.setdefault(copy.split, []).append(copy.size)
+        self._clusters_of = {split: self._clusters(split) for split in self._sizes}
 
     def _possible_copies(self, most: int) -> list[Copy]:
         """Return the copies that may be the best for some M. most: blocks that share K.
@@ -109,14 +112,16 @@ class FittedTiles:
         A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
         longer.
         """
-        split = min(self._sizes, key=lambda split: self._time(m, split))
+        split = min(self._sizes, key=lambda split: self._time(m, split)) if len(self._sizes) > 1 else 1
         sizes = self._sizes[split]
-        fewest = self._rounds(m, Copy(split, sizes[-1]))
-        return next(copy for size in sizes if self._rounds(m, copy := Copy(split, size)) <= fewest)
+        fixed, fitted = (self._columns, m) if self._template == MIXED else (-(-m // self._bm), self._n)
+        per_tile = 1 if self._template == MIXED else self._cluster
+        most_tiles = self._rounds(m, split, sizes[-1]) * self._clusters_of[split] // fixed  # along the fitted axis
+        return Copy(split, sizes[bisect_left(sizes, -(-fitted // (most_tiles * per_tile)))])
 
     def _time(self, m: int, split: int) -> float:
         """Return the time of the rounds for M rows with the largest tiles, in rounds of blocks that do not share K."""
-        rounds = self._rounds(m, Copy(split, self._largest))
+        rounds = self._rounds(m, split, self._largest)
         return math.inf if split >= _MANY_BLOCKS and rounds > 1 else rounds * _round_time(split)
 
     def _clusters(self, split: int) -> int:
@@ -125,9 +130,12 @@ class FittedTiles:
         slots = self._multiprocessors // (1 << (split - 1).bit_length())
         return max(1, min(together, slots) // self._cluster)
 
-    def _rounds(self, m: int, copy: Copy) -> int:
-        rows, columns = (copy.size, self._bn) if self._template == MIXED else (self._bm, copy.size)
-        return -(-(-(-m // rows) * -(-self._n // (columns * self._cluster))) // self._clusters(copy.split))
+    def _rounds(self, m: int, split: int, size: int) -> int:
+        if self._template == MIXED:
+            tiles = -(-m // size) * self._columns
+        else:
+            tiles = -(-m // self._bm) * -(-self._n // (size * self._cluster))
+        return -(-tiles // self._clusters_of[split])
 
 
 @functools.lru_cache(maxsize=256)
