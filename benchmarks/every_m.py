@@ -484,6 +484,7 @@ class Tuned:
                 for kernel in self.plan.kernels
             },
             "noise": {} if self.plan is None else {m: round(noise, 4) for m, noise in self.plan.noise.items()},
+            "scan_us": {} if self.plan is None else {m: round(1e6 * s, 3) for m, s in self.plan.scan.items()},
             "surcharges": {} if self.plan is None else self.plan.surcharges,
         }  # fmt: skip
 

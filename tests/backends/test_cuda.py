@@ -89,11 +89,13 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
         "fitted": 1,
         **({"split": blocks} if template == "mixed" else {"split": 1, "cluster": blocks}),
     }
-    tiles = FittedTiles(template, config, n, multiprocessors)
+    k = data.draw(st.sampled_from((512, 4096, 11008)))
+    tiles = FittedTiles(template, config, n, k, multiprocessors)
     copy = tiles.copy_at(m)
     assert copy in tiles.copies
     assert Copy(1, largest) in tiles.copies
-    assert FittedTiles(template, config, n, multiprocessors, tiles.copies).copy_at(m) == copy  # as a loaded kernel does
+    loaded = FittedTiles(template, config, n, k, multiprocessors, tiles.copies)  # as a loaded kernel does
+    assert loaded.copy_at(m) == copy
 
     def rounds(copy: Copy) -> int:
         rows, columns = (copy.size, bn) if template == "mixed" else (bm, copy.size * blocks)
@@ -104,21 +106,25 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
             clusters = max(1, min(multiprocessors_for(copy.split, multiprocessors) // copy.split, slots))
         return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / clusters)
 
-    def seconds(split: int) -> float:
-        count = rounds(Copy(split, largest))
-        return math.inf if split > 2 and count > 1 else count * (1.0 if split == 1 else 1.0 / split + 0.125)
+    def smallest(split: int) -> Copy:
+        eights = range(largest // 2, 192) if template == "mixed" and split == 1 else ()
+        step = 32 if template == "mixed" and split > 2 else 16
+        least = largest // 3 if (template, bn) == ("mixed", 128) else 0  # smaller ones are not built
+        sizes = [size for size in range(32, largest, 8) if size >= least and (size % step == 0 or size in eights)]
+        most = rounds(Copy(split, largest))
+        return next(c for size in (*sizes, largest) if rounds(c := Copy(split, size)) == most)
 
-    splits = {split for split in (1, 2, 4, 6) if split <= blocks} if template == "mixed" else {1}
-    if m <= 4096:  # for more rows not all copies may be there
-        assert seconds(copy.split) == min(map(seconds, splits))
-        assert rounds(copy) == rounds(Copy(copy.split, largest))
-    eights = range(largest // 2, 192) if template == "mixed" and copy.split == 1 else ()
-    step = 32 if template == "mixed" and copy.split > 2 else 16
-    least = largest // 3 if (template, bn) == ("mixed", 128) else 0  # smaller ones are not built
-    every_size = [size for size in range(32, largest, 8) if size >= least and (size % step == 0 or size in eights)]
-    smaller = [Copy(copy.split, size) for size in every_size if size < copy.size]
-    if m <= 4096 or template == "slab":
-        assert all(rounds(other) > rounds(copy) for other in smaller)
+    def rows_multiplied(copy: Copy) -> float:
+        """Return the time of a copy, in rows of a tile with K = 4096."""
+        count = rounds(copy)
+        exchange = 45.0 * 4096 / k if copy.split > 1 else 0.0
+        return math.inf if copy.split > 2 and count > 1 else count * ((110.0 + copy.size) / copy.split + exchange)
+
+    if template == "slab":
+        assert rounds(copy) == rounds(smallest(1))
+    elif m <= 4096:  # for more rows not all copies may be there
+        splits = [split for split in (1, 2, 4, 6) if split <= blocks]
+        assert copy == min(map(smallest, splits), key=rows_multiplied)
 
 
 FITTED_PROBLEMS = {
@@ -142,7 +148,7 @@ def test_candidates_for_plans_are_legal_and_not_listed_for_one_m(name: str, m: i
         assert not backend.why_illegal(problem, candidate, H200)
         path = backend.code_paths(problem, candidate, H200)
         assert path is not None
-        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, 132)
+        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, problem.k, 132)
         assert path(m) == tiles.copy_at(m)
     assert backend.code_paths(problem, next(iter(listed)), H200) is None
 
@@ -161,9 +167,9 @@ def test_a_template_without_fitted_tiles_has_none() -> None:
 def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> None:
     problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)
     for candidate in backend.plan_candidates(problem, H200):
-        axis, fitted = ("bm", 2) if candidate.template == "mixed" else ("bn", 1)
+        axis, fitted = ("bm", 3) if candidate.template == "mixed" else ("bn", 1)
         copies = space.copies(problem, candidate.template, dict(candidate.config), device)
-        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, device.multiprocessors)
+        tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, problem.k, device.multiprocessors)
         assert [(copy["split"], copy[axis]) for copy in copies] == list(tiles.copies)
         assert dict(candidate.config) in [{**copy, "split": candidate["split"], "fitted": fitted} for copy in copies]
         why_illegal = space._why_mixed_illegal if candidate.template == "mixed" else space._why_slab_illegal

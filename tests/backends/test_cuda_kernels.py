@@ -367,12 +367,12 @@ FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, Any]]] = {
         "mixed", weight_only_problem(130, 37, 528), {"bm": 72}, {1: 32, 193: 40, 289: 56, 385: 72},
     ),
     "int8 weights, clusters, an epilogue": (
-        "mixed", replace(weight_only_problem(130, 70, 784), epilogue=STEPS), {"bm": 72, "split": 2},
+        "mixed", replace(weight_only_problem(130, 70, 4000), epilogue=STEPS), {"bm": 72, "split": 2},
         {40: (2, 48), 70: (2, 72), 130: (1, 48)},
     ),
     "int4 weights, groups, clusters": (
-        "mixed", weight_only_problem(90, 72, 640, bits=4, group=128), {"bm": 72, "split": 2},
-        {9: (2, 32), 100: (1, 40), 200: (1, 72)},
+        "mixed", weight_only_problem(90, 72, 3200, bits=4, group=128), {"bm": 72, "split": 2},
+        {9: (2, 32), 40: (2, 48), 100: (1, 40), 200: (1, 72)},
     ),
     "bf16": ("slab", build(70, 304, 200, "bf16"), {"bn": 128}, {3: 64, 70: 112, 150: 80}),
     "bf16, a cluster, an epilogue": (
@@ -392,9 +392,9 @@ FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, Any]]] = {
 @pytest.mark.parametrize("name", FITTED)
 def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, name: str) -> None:
     template, problem, config, copies = FITTED[name]
-    base, fitted = (MIXED_CONFIG, 2) if template == "mixed" else (SLAB_CONFIG, 1)
+    base, fitted = (MIXED_CONFIG, 3) if template == "mixed" else (SLAB_CONFIG, 1)
     config = {**base, **config, "fitted": fitted}
-    tiles = FittedTiles(template, config, problem.n, 6)
+    tiles = FittedTiles(template, config, problem.n, problem.k, 6)
     assert {m: tiles.copy_at(m) for m in copies} == {
         m: c if isinstance(c, tuple) else (1, c) for m, c in copies.items()
     }

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -109,36 +108,3 @@ def test_m_are_found_at_which_another_kernel_is_expected_to_be_faster() -> None:
     assert 193 <= m <= 224
     assert not gaps.expected_losses(curves, found, lambda m: ["small"], 0.01)
     assert not gaps.expected_losses(curves, found, lambda m: ["small", "between"], 0.8)
-
-
-def kernel_near_plain(plain_s: float) -> Curves:
-    """Return curves of a kernel that takes 100 us, and of a plain op that takes ``plain_s`` at M that are edges."""
-    times = {"k": {256: 1e-4, 320: 1e-4, 384: 1e-4}, "plain": dict.fromkeys((256, 320, 384), plain_s)}
-    return Curves(256, 384, times, "plain", {"k": 64}, waves=True)
-
-
-def test_m_between_edges_of_tiles_is_measured_where_a_kernel_is_near_the_plain_op() -> None:
-    serving = [PlanInterval(256, 384, "k")]
-    uncertain = gaps.unseen_kinds(kernel_near_plain(1.1e-4), serving)
-    assert [name for _, name in uncertain] == ["k", "k"]
-    assert all(m % 8 in (3, 5) for m, _ in uncertain)
-    assert sorted(m // 64 for m, _ in uncertain) == [4, 5]
-    assert gaps.unseen_kinds(kernel_near_plain(1.3e-4), serving) == []  # far faster
-    assert gaps.unseen_kinds(kernel_near_plain(1.1e-4), [PlanInterval(256, 384, "plain")]) == []
-    assert gaps.unseen_kinds(replace(kernel_near_plain(1.1e-4), waves=False), serving) == []
-
-
-def test_no_m_is_measured_between_edges_where_one_was_measured_that_is_none() -> None:
-    curves = kernel_near_plain(1.1e-4)
-    times = {name: {**times, 291: 1e-4} for name, times in curves.times.items()}
-    ((m, _),) = gaps.unseen_kinds(replace(curves, times=times), [PlanInterval(256, 384, "k")])
-    assert 320 < m < 384
-
-
-def test_multiple_of_16_is_measured_between_odd_m() -> None:
-    times = {"k": {261: 1e-4, 323: 1e-4}, "plain": {261: 1.1e-4, 323: 1.1e-4}}
-    curves = Curves(261, 323, times, "plain", {"k": 64}, waves=True)
-    ((m, name),) = gaps.unseen_kinds(curves, [PlanInterval(261, 323, "k")])
-    assert (m % 16, name) == (0, "k")
-    aligned = {name: {**of_kernel, m: 1e-4} for name, of_kernel in times.items()}
-    assert gaps.unseen_kinds(replace(curves, times=aligned), [PlanInterval(261, 323, "k")]) == []

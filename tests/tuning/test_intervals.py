@@ -70,18 +70,18 @@ def test_kernel_serves_beside_the_plain_op_by_a_margin_of_its_least_time() -> No
 
 def test_kernel_that_is_slower_than_the_plain_op_at_a_measured_m_is_not_safe_above_it() -> None:
     curves = wave_curves({"fast": 64, "slow": 64}, (260, 300, 340), plain=lambda m: 136.0 + m / 10)
-    assert intervals._is_safe(curves, "fast", 260, 300, 261)
+    assert intervals._is_safe(curves, "fast", 260, 300, 261, 276)
     times = {**curves.times, "slow": dict.fromkeys((260, 300, 340), 200.0)}
-    assert not intervals._is_safe(replace(curves, times=times), "slow", 260, 300, 261)
+    assert not intervals._is_safe(replace(curves, times=times), "slow", 260, 300, 261, 276)
 
 
 def test_rows_that_are_fitted_to_m_are_not_as_fast_up_to_the_end_of_a_tile() -> None:
     """The estimate grows within a tile of 256 rows: the time at M = 300 is not that up to M = 512."""
     times = {"k": {300: 30.0, 450: 44.0}, PLAIN: {300: 40.0, 450: 42.0}}
     curves = Curves(300, 450, times, PLAIN, {"k": 256}, waves=True, estimated_s=lambda name, m: m / 10)
-    assert not intervals._is_safe(curves, "k", 300, 450, 420)
+    assert not intervals._is_safe(curves, "k", 300, 450, 420, 435)
     same = replace(curves, estimated_s=lambda name, m: 30.0)
-    assert intervals._is_safe(same, "k", 300, 450, 420)
+    assert intervals._is_safe(same, "k", 300, 450, 420, 435)
 
 
 # --- by times

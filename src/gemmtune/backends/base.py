@@ -101,6 +101,11 @@ class Kernel(ABC):
         memory.
         """
 
+    def keep_torch_flags(self) -> None:
+        """Leave the flags of ``torch.backends`` as they are in later calls of ``run``, if plain PyTorch runs the same
+        op: for timing what users run without gemmtune. Its results may then be outside the error bound."""
+        return
+
     @property
     def has_functional(self) -> bool:
         """Whether the kernel's class implements ``functional`` itself, instead of inheriting the version that calls

@@ -60,7 +60,9 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the times of gemmtune's kernels in the surroundings of the Decision's paired tests where they were slowest beside
     ATen's (between other kernels, with operands in the cache or not). config_key: the name of the ``config_key`` whose
     keys divided the range; "": the intervals were found by measurements. With a name, an interval is a run of M with
-    one key, ``bound`` does not hold, and ``tuned`` are the M that represent the keys, of those that were decided.
+    one key, ``bound`` does not hold, and ``tuned`` are the M that represent the keys, of those that were decided. scan:
+    seconds per call of ATen's plain op by M, timed at many M without other kernels beside it
+    (``tuning.plain_scan``); empty where no kernel takes about as long, and on CPUs.
     """
 
     plan_key: str
@@ -81,6 +83,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     overhead_s: float = 0.0
     config_key: str = ""
     surcharges: dict[str, dict[int, float]] = {}
+    scan: dict[int, float] = {}
 
     def find(self, kernel_id: str) -> PlanKernel | None:
         """Return a kernel by its id; None when there is none."""

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -19,6 +19,7 @@ MARGIN = 0.01
 MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
+_SCANNED = 40  # rows between two M of a scan, at most
 _REACH = 1.6  # estimates are compared with times at M within this factor
 
 
@@ -37,6 +38,7 @@ class Curves:
     overhead_s: what is added to a kernel's time for the comparison with ATen's plain op (``TunedPlan.overhead_s``).
     waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
     estimated_s: returns a backend's estimate of a kernel's seconds at an M; None where it has none.
+    scan: seconds of ATen's plain op by M, at more M than those in ``times`` (``plain_scan``).
     """
 
     first: int
@@ -49,6 +51,7 @@ class Curves:
     overhead_s: float = 0.0
     waves: bool = False
     estimated_s: Callable[[str, int], float | None] = no_estimate
+    scan: Mapping[int, float] = field(default_factory=dict)
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -114,6 +117,32 @@ class Curves:
             return self._usable[name].get(m, math.inf)
         seconds = self.at_most(name, m)
         return seconds if self._beats_plain(m, seconds) else math.inf
+
+    @cached_property
+    def _plain_times(self) -> dict[int, float]:
+        """The seconds of ATen's plain op by M, ascending, where it was timed or scanned."""
+        return dict(sorted({**self.scan, **self.times.get(self.plain, {})}.items())) if self.scan else {}
+
+    @cached_property
+    def _plain_sizes(self) -> list[int]:
+        return list(self._plain_times)
+
+    def plain_at_least(self, first: int, last: int) -> float | None:
+        """Return the least seconds of ATen's plain op at the M from ``first`` to ``last`` at which it was timed or
+        scanned, and at the next such M on either side. None where such M are more than ``_SCANNED`` rows apart."""
+        sizes = self._plain_sizes
+        index, end = bisect_right(sizes, first) - 1, bisect_left(sizes, last)
+        if index < 0 or end == len(sizes):
+            return None
+        near = sizes[index : end + 1]
+        if any(b - a > _SCANNED for a, b in itertools.pairwise(near)):
+            return None
+        return min(self._plain_times[m] for m in near)
+
+    def least_of_kernels(self, m: int) -> float:
+        """Return the least seconds of the kernels other than ATen's plain op at a measured M; infinite without any."""
+        kernels = (times for name, times in self.times.items() if name != self.plain)
+        return min((times[m] for times in kernels if m in times), default=math.inf)
 
     def _tolerance(self, m: int) -> float:
         """Return the share of a time below which a difference at M is noise."""

@@ -13,8 +13,8 @@ from .curves import CLOSE, Curves
 from .intervals import GRID
 
 _PER_GAP = 8  # M between two measured ones at which a loss is estimated
-_EDGE = 8  # tiles have multiples of it as rows
-_NEAR_PLAIN = 0.8
+_THIN = 0.88
+_GENERIC = 11  # the remainder by ``GRID`` of the M at which a margin is measured
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
 
 
@@ -32,7 +32,7 @@ def expected_losses(
         step = max(GRID, GRID * round((b - a) / (GRID * _PER_GAP)))
         for m in range(step * (a // step + 1), b, step):
             serving = intervals[bisect_right(starts, m) - 1].kernel
-            seconds = curves.expected(serving, m) or curves.at_most(serving, m)
+            seconds = _serving_s(curves, serving, m)
             options = [(expected_s, name) for name in names(m) if (expected_s := curves.expected(name, m))]
             best_s, name = min(options, default=(math.inf, ""))
             loss = min(seconds / best_s - 1.0, 1.0)
@@ -42,41 +42,35 @@ def expected_losses(
     return [(m, name) for _, m, name in sorted(losses.values(), reverse=True)]
 
 
-def unseen_kinds(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
-    """Return M of a kind that was not measured nearby, each with the kernel that serves it: one M between two
-    neighboring measured M, where that kernel is not ATen's plain op and is expected to take at least ``_NEAR_PLAIN`` of
-    the plain op's time. Those come first at which it takes most of it.
+def thin_margins(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
+    """Return M between measured ones at which a kernel serves that is expected to take ``_THIN`` of ATen's plain op's
+    time or more, each with this kernel; at most one M of an interval between two measured M. Those come first at which
+    it is expected to take the most of it.
 
-    There are two kinds: multiples of 16, and odd M that are not beside a multiple of 8. Most measured M are edges
-    of tiles, multiples of 8 and the M beside them, since kernels' times change there. cuBLAS has other kernels for one
-    kind than for the other: in bfloat16, with int8 weights that are converted, 8192x1024 takes 152 us at M = 4352 and
-    134 us at M = 4404, where a kernel that takes 144 us served; in bfloat16 39 us at M = 965, 36 us at M = 1023, and 27
-    us at M = 1016, where one that takes 29 us served (H100).
+    The M is odd, not beside a multiple of 8, in the inner half of that part. Most measured M are edges of tiles, where
+    kernels may be faster than beside them: fp8 4096x4096 was served at 1.04 of the plain op's time at M = 5234, since
+    the kernel was timed at 4896 and 5376 only (H100).
     """
-    plain, kernels = curves.times.get(curves.plain, {}), [part for part in intervals if part.kernel != curves.plain]
-    shares: dict[tuple[int, str], float] = {}
-    for a, b in itertools.pairwise(curves.sizes) if curves.waves else ():
-        parts = [(max(a + 1, part.first), min(b - 1, part.last), part.kernel) for part in kernels]
-        first, last, name = max(parts, key=lambda part: part[1] - part[0], default=(b, a, ""))
-        inside = [m for m in _unlike(a, b, (first + last) // 2) if first <= m <= last]
-        if inside and {a, b} & set(plain):
-            seconds = curves.expected(name, inside[0]) or curves.at_most(name, inside[0])
-            shares[inside[0], name] = seconds / min(plain[m] for m in (a, b) if m in plain)
-    near = {at: share for at, share in shares.items() if share >= _NEAR_PLAIN}
-    return sorted(near, key=lambda at: -near[at])
+    measured, thin = set(curves.sizes), dict[tuple[int, str], float]()
+    for interval in intervals if curves.waves else ():
+        inside = [interval.first, *(m for m in curves.sizes if interval.first < m < interval.last), interval.last]
+        for a, b in itertools.pairwise(inside if interval.kernel != curves.plain else ()):
+            quarter = (b - a) // 4
+            shares = {
+                m: _serving_s(curves, interval.kernel, m) / plain_s
+                for m in range(GRID * ((a + quarter) // GRID) + _GENERIC, b - quarter + 1, GRID)
+                if b - a >= GRID - 1 and m not in measured and (plain_s := curves.plain_at_least(m, m)) is not None
+            }
+            m = max(shares, key=lambda m: shares[m], default=0)
+            if m and shares[m] >= _THIN:
+                thin[m, interval.kernel] = shares[m]
+    return sorted(thin, key=lambda at: -thin[at])
 
 
-def _is_edge(m: int) -> bool:
-    return m % _EDGE in (0, 1, _EDGE - 1)
-
-
-def _unlike(a: int, b: int, middle: int) -> list[int]:
-    """Return the M near ``middle`` of the kind that neither ``a`` nor ``b`` has, the nearest first: odd M that are no
-    edges, else multiples of 16."""
-    near = sorted(range(middle - 2 * _EDGE, middle + 2 * _EDGE + 1), key=lambda m: abs(m - middle))
-    if _is_edge(a) and _is_edge(b):
-        return [m for m in near if m % 2 and not _is_edge(m)]
-    return [m for m in near if m % (2 * _EDGE) == 0] if a % _EDGE and b % _EDGE else []
+def _serving_s(curves: Curves, name: str, m: int) -> float:
+    """Return the seconds that the kernel which serves ``m`` takes there: expected, scanned or at most."""
+    scanned_s = curves.plain_at_least(m, m) if name == curves.plain else None
+    return curves.expected(name, m) or scanned_s or curves.at_most(name, m)
 
 
 @dataclass(frozen=True)

@@ -8,15 +8,16 @@ from bisect import bisect_left
 from collections.abc import Mapping, Sequence
 
 from ..core.tuned_plan import PlanInterval
-from .curves import Curves
+from .curves import MARGIN, Curves
+from .plain_scan import TILE
 
 GRID = 16  # rows from one M to the next at which estimates choose between two measured M
 _UNKNOWN = 10.0
 _EXPECTED_GAIN = 0.03  # that a change of kernels between two measured M must have: estimates are no better
-# By this share of ATen's time a kernel must be faster between two measured M than the plain op is at least. In a replay
-# of seven plans for fp8 (each measured M by those beside it; a script that was not kept) 0.03 lost 5.2% in the mean and
-# took more than 1.02 of ATen's time at 3 of 500 M; 0.05, with a lower bound of ATen's times from multiples of 16, lost
-# 6.7%, and 2 of 500.
+# By this share of ATen's time a kernel must be faster between two measured M than the plain op is at least, where that
+# was not scanned. In a replay of seven plans for fp8 (each measured M by those beside it; a script that was not kept)
+# 0.03 lost 5.2% in the mean and took more than 1.02 of ATen's time at 3 of 500 M; 0.05, with a lower bound of ATen's
+# times from multiples of 16, lost 6.7%, and 2 of 500.
 _BESIDE = 0.03
 
 
@@ -24,9 +25,9 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
     """Return the intervals of kernels that serve as ``points`` says at the measured M.
 
     Between two measured M with different kernels, ATen's plain op serves if it is one of them, since nothing shows that
-    the other is faster there. Otherwise the boundary is where the estimated times cross; where backends have estimates
-    any kernel of the points may serve between. Where a kernel between two measured M may take longer than ATen's plain
-    op, the latter serves.
+    the other is faster there, unless the plain op was scanned between them. Otherwise the boundary is where the
+    estimated times cross; where backends have estimates any kernel of the points may serve between. Where a kernel
+    between two measured M may take longer than ATen's plain op, the latter serves.
     """
     sizes, chosen = sorted(points), sorted(set(points.values()) - {curves.plain})
     starts = [(curves.first, points[sizes[0]])]
@@ -43,12 +44,13 @@ def _starts_between(
     """Return (first M, kernel) of each run of M with one kernel, after the measured M ``a``, which ``left`` serves. The
     last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``. chosen: the
     kernels of all points, without ATen's plain op."""
+    has_estimates = [curves.expected(name, a + 1) is not None for name in (left, right) if name != curves.plain]
+    if all(has_estimates) and (len(has_estimates) == 2 or curves.plain_at_least(a, b) is not None):
+        return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     if left == curves.plain:
         return [(b, right)]
     if right == curves.plain:
         return [(a + 1, right)]
-    if curves.expected(left, a + 1) is not None and curves.expected(right, a + 1) is not None:
-        return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     boundary = b if left == right else _boundary(curves, left, right, a, b)
     rows = max(1, curves.steps.get(left, 1))
     step = min(rows * -(-a // rows) + 1, boundary)  # up to here ``left`` takes as long as at ``a``
@@ -67,8 +69,14 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
     starts, current = list[tuple[int, str]](), left
     steps = {GRID, *(curves.steps.get(name, GRID) for name in chosen)} - {1}
     firsts = {m for rows in steps for m in range(rows * (a // rows + 1) + 1, b, rows)}  # of a row of tiles
-    for m in sorted({a + 1, *firsts} - {b}):
-        options = {name: s for name in chosen if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m)}
+    if curves.scan:  # at full rows of tiles the plain op may be faster than on either side
+        firsts |= {m for full in range(TILE * (a // TILE + 1), b, TILE) for m in (full, full + 1)}
+    blocks = sorted({a + 1, *firsts} - {b})
+    for m, after in itertools.pairwise([*blocks, b]):
+        options = {
+            name: s for name in chosen
+            if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m, after - 1)
+        }  # fmt: skip
         fastest = min(options, key=lambda name: options[name], default=curves.plain or left)
         if current not in options or options[current] > (1.0 + _EXPECTED_GAIN) * options[fastest]:
             if fastest != current:
@@ -77,13 +85,19 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
     return starts
 
 
-def _is_safe(curves: Curves, name: str, a: int, b: int, m: int) -> bool:
-    """Return whether a kernel is faster than ATen's plain op, by ``_BESIDE``, from ``m`` to ``GRID`` rows further,
-    between two neighboring measured M.
+def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int) -> bool:
+    """Return whether a kernel is faster than ATen's plain op from ``m`` to ``last``, between two neighboring measured
+    M.
 
-    One that is faster at ``a`` takes as long as there where its estimates are equal: with as many waves of tiles.
+    Where the plain op was scanned, it is if it is faster than the least time there by ``MARGIN``: in a replay of twelve
+    plans (1,020 measured M, each by those beside it; a script that was not kept) 0, 0.01 and 0.03 lose 2.4%, 2.6% and
+    2.9% in the mean, and take more than 1.02 of ATen's time at 11, 11 and 10 M. Elsewhere by ``_BESIDE``. There, a
+    kernel that is faster at ``a`` takes as long as there where its estimates are equal: with as many waves of tiles.
     """
-    times, rows, last = curves.times[name], max(1, curves.steps.get(name, 1)), min(m + GRID - 1, b - 1)
+    if (plain_s := curves.plain_at_least(m, last)) is not None:
+        seconds = max(curves.expected(name, m) or math.inf, curves.expected(name, last) or math.inf)
+        return seconds + curves.overhead_s <= (1.0 - MARGIN) * plain_s
+    times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     if a in times and curves.usable(name, a) < math.inf:
         is_same = curves.estimated_s(name, last) == curves.estimated_s(name, a)
         plain = curves.times.get(curves.plain, {})
@@ -98,10 +112,10 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
     ``margin`` of its time, where its next row of tiles may take it as long as it takes at ``b``; ``first`` on a device
     without waves.
 
-    The times of the plain op are interpolated between ``a`` and ``b``. fp8 3481x4096x11008 was served at 1.086 of the
-    plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6% faster, but it has another wave of tiles from
-    3457 on. A kernel of a library, whose tiles are not known, was at 1.043 at M = 7897, between two M where it is 2%
-    and 3% faster (bf16 4096x4096, H200).
+    The times of the plain op are those of its scan; without one they are interpolated between ``a`` and ``b``. fp8
+    3481x4096x11008 was served at 1.086 of the plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6%
+    faster, but it has another wave of tiles from 3457 on. A kernel of a library, whose tiles are not known, was at
+    1.043 at M = 7897, between two M where it is 2% and 3% faster (bf16 4096x4096, H200).
     """
     plain = curves.times.get(curves.plain, {})
     if not curves.waves or a not in plain or b not in plain:
@@ -109,6 +123,9 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
     plain_b = plain[b]
     least_s = min(plain[a], plain_b)
     seconds = (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
+    if curves.plain_at_least(first, end) is not None:
+        faster = (m for m in range(end - 1, first - 1, -1) if seconds > (curves.plain_at_least(m, m) or math.inf))
+        return next(faster, first - 1) + 1
     if seconds <= least_s or seconds == math.inf:
         return first
     if seconds >= plain_b:

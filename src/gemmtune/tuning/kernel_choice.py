@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from .curves import Curves, point_weights
@@ -26,11 +26,8 @@ def choose_kernels(curves: Curves, bound: float) -> list[str]:
     chosen = [curves.plain] if curves.plain else []
     free = len(chosen)
     score = choice.score(chosen)
-    while len(chosen) - free < MAX_KERNELS:
-        options = [(choice.score([*chosen, name]), name) for name in curves.times if name not in chosen]
-        if not options:
-            break
-        best, name = min(options)
+    while len(chosen) < min(MAX_KERNELS + free, len(curves.times)):
+        best, name = choice.best_addition(chosen)
         is_enough = score.excess <= 0.0 and (score.cost <= MEAN_REGRET or score.cost - best.cost < _WORTH)
         if best.cost >= score.cost or is_enough:
             break
@@ -43,26 +40,53 @@ class _Score(NamedTuple):
     """How well a set of kernels serves.
 
     cost: the weighted mean of the regrets, to which what exceeds the bound adds ``_BEYOND`` times itself. excess: by
-    how much the largest regret exceeds the bound; at most 0 where none does.
+    how much the largest regret exceeds the bound; 0.0 where none does.
     """
 
     cost: float
     excess: float
 
 
+class _Losses(NamedTuple):
+    """What kernels lose at each measured M, of which the least counts.
+
+    costs: the M's share of ``_Score.cost``. excess: as for ``_Score``, at this M.
+    """
+
+    costs: list[float]
+    excess: list[float]
+
+
 class _Choice:
     """Scores of sets of kernels. An M without any kernel counts as a regret of ``_UNSERVED``."""
 
     def __init__(self, curves: Curves, bound: float) -> None:
-        weights = point_weights(curves)
-        total = sum(weights.values()) or 1.0
-        self._plain, self._bound = curves.plain, bound
-        self._shares = [weight / total for weight in weights.values()]
-        self._is_served = [curves.best(m) < math.inf for m in weights]
-        self._regrets = {name: [min(curves.regret(name, m), _UNSERVED) for m in weights] for name in curves.times}
+        self._plain, self._bound, self._weights = curves.plain, bound, point_weights(curves)
+        self._is_served = {m: curves.best(m) < math.inf for m in self._weights}
+        self._total = sum(self._weights.values()) or 1.0
+        self._losses = {
+            name: self._losses_of({m: min(curves.regret(name, m), _UNSERVED) for m in self._weights})
+            for name in curves.times
+        }
+        self._no_kernel = self._losses_of(dict.fromkeys(self._weights, _UNSERVED))
+
+    def _losses_of(self, regrets: Mapping[int, float]) -> _Losses:
+        excess = [max(0.0, regret - self._bound) if self._is_served[m] else 0.0 for m, regret in regrets.items()]
+        shares = (self._weights[m] / self._total for m in regrets)
+        costs = [
+            share * (regret + _BEYOND * beyond)
+            for share, regret, beyond in zip(shares, regrets.values(), excess, strict=True)
+        ]
+        return _Losses(costs, excess)
 
     def score(self, chosen: Sequence[str]) -> _Score:
-        return self._score(self._least(chosen))
+        return _score(self._least(chosen), self._no_kernel)
+
+    def best_addition(self, chosen: Sequence[str]) -> tuple[_Score, str]:
+        """Return the best score of ``chosen`` with one kernel more, and this kernel."""
+        least = self._least(chosen)
+        others = ((name, losses) for name, losses in self._losses.items() if name not in chosen)
+        return min((_score(least, losses), name) for name, losses in others)
 
     def exchange(self, chosen: list[str], score: _Score) -> tuple[list[str], _Score]:
         """Return the kernels and their score after all exchanges of one kernel for another that lower it."""
@@ -70,12 +94,7 @@ class _Choice:
             if name == self._plain:
                 continue
             rest = [other for other in chosen if other != name]
-            least = self._least(rest)
-            best, other = min(
-                (self._score(list(map(min, least, regrets))), other)
-                for other, regrets in self._regrets.items()
-                if other not in rest
-            )
+            best, other = self.best_addition(rest)
             if best < score:
                 return self.exchange([*rest, other], best)
         return chosen, score
@@ -91,20 +110,18 @@ class _Choice:
                 return self.without_useless(rest, without)
         return chosen
 
-    def _least(self, chosen: Sequence[str]) -> list[float]:
-        """Return the least regret of some kernels at each M."""
-        return [min(regrets) for regrets in zip(*(self._regrets[name] for name in chosen), strict=True)] or [
-            _UNSERVED
-        ] * len(self._shares)
+    def _least(self, chosen: Sequence[str]) -> _Losses:
+        """Return the least losses of some kernels at each M."""
+        least = self._no_kernel
+        for name in chosen:
+            losses = self._losses[name]
+            least = _Losses([*map(min, least.costs, losses.costs)], [*map(min, least.excess, losses.excess)])
+        return least
 
-    def _score(self, regrets: Sequence[float]) -> _Score:
-        mean = sum(share * regret for share, regret in zip(self._shares, regrets, strict=True))
-        beyond = [
-            regret - self._bound if is_served else 0.0
-            for regret, is_served in zip(regrets, self._is_served, strict=True)
-        ]
-        cost = mean + _BEYOND * sum(share * max(0.0, part) for share, part in zip(self._shares, beyond, strict=True))
-        return _Score(cost, max(beyond, default=0.0))
+
+def _score(left: _Losses, right: _Losses) -> _Score:
+    """Return the score of the lesser losses of two at each M. Costs grow with the regret, as the excess does."""
+    return _Score(sum(map(min, left.costs, right.costs)), max(map(min, left.excess, right.excess), default=0.0))
 
 
 def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, str]:

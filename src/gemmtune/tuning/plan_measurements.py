@@ -12,12 +12,12 @@ from statistics import median
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
 from ..dispatch.plan_layouts import NO_SLOWER
-from . import gaps, intervals, kernel_choice
+from . import gaps, intervals, kernel_choice, plain_scan
 from .curves import CLOSE, Curves, irregular, point_weights
 from .plan_pool import PoolKernel
 from .sizes import SizeRange
 
-BATCH = 6  # the M of one request to the worker
+BATCH = 8  # the M of one request to the worker
 _LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
 _MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
 _FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M
@@ -37,8 +37,8 @@ class Measurements:
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
     id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M, with what
     load adds to them (``record_load``). noise: by M, of the times there. timed_often: how often a kernel was timed at
-    an M. out: the kernels that cannot serve, with the reason. estimated_s: returns the estimate of a kernel's seconds
-    at an M, or None.
+    an M. out: the kernels that cannot serve, with the reason. scan: seconds of ATen's
+    plain op by M, as scanned. estimated_s: returns the estimate of a kernel's seconds at an M, or None.
     """
 
     def __init__(
@@ -61,6 +61,7 @@ class Measurements:
         self.timed_often: dict[tuple[str, int], int] = {}
         self._load: dict[str, dict[int, float]] = {}
         self.out: dict[str, str] = {}
+        self.scan: dict[int, float] = {}
 
     def add(self, kernel: PoolKernel) -> None:
         """Add a kernel to the pool."""
@@ -96,7 +97,9 @@ class Measurements:
             if added:
                 reference = plain[0] if plain else median(added.values())
                 for name, factor in added.items():
-                    self._load.setdefault(name, {})[m] = factor / reference
+                    # Where load slows the plain op more, a kernel must be fast enough without load, too.
+                    relative = max(1.0, factor / reference) if plain else factor / reference
+                    self._load.setdefault(name, {})[m] = relative
         for name, by_m in self.times.items():
             self.times[name] = {m: value * self._load_at(name, m) for m, value in by_m.items()}
 
@@ -150,9 +153,10 @@ class Measurements:
         }
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
+        scan = plain_scan.on_scale(self.scan, times[plain]) if plain else {}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves, self._estimate,
+            self._waves, self._estimate, scan,
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
@@ -226,14 +230,23 @@ class Measurements:
                 wanted.setdefault(m, self.names_near(curves, m))
         return wanted
 
-    def unseen_kinds(self, limit: int) -> dict[int, list[str]]:
-        """Return up to ``limit`` of the M of ``gaps.unseen_kinds`` for the raw layout, with the kernels to time there:
-        the one that serves, and those that may be the fastest."""
+    def sizes_to_scan(self) -> list[int]:
+        """Return the M at which to scan ATen's plain op (``plain_scan.sizes_to_scan``), for the raw layout."""
+        curves = self.curves("").without(self.out)
+        return plain_scan.sizes_to_scan(curves) if self._waves and curves.plain else []
+
+    def record_scan(self, times: Mapping[int, Mapping[str, float]]) -> None:
+        """Record the times of a scan of ATen's plain op."""
+        self.scan |= {m: seconds for m, by_name in times.items() for seconds in by_name.values()}
+
+    def thin_margins(self, limit: int) -> dict[int, list[str]]:
+        """Return up to ``limit`` of the M of ``gaps.thin_margins`` for the raw layout, with ATen's plain op and the
+        kernel that serves there."""
         curves = self.curves("").without(self.out)
         if not curves.plain or len(curves.times) < 2:
             return {}
-        uncertain = gaps.unseen_kinds(curves, intervals.intervals(curves, self.serving(curves)))
-        return {m: list(dict.fromkeys((*self.names_near(curves, m), name))) for m, name in uncertain[:limit]}
+        thin = gaps.thin_margins(curves, intervals.intervals(curves, self.serving(curves)))
+        return {m: [curves.plain, name] for m, name in thin[:limit]}
 
     def _suspicious(self, packing: str) -> dict[int, list[str]]:
         """Return the M to measure again because kernels of a layout looked irregular, with these kernels: where they

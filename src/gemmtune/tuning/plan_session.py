@@ -33,7 +33,9 @@ _LEAST_CALLS = 3  # of a kernel that is timed at an M
 _UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
 _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
-_KIND_ROUNDS, _MOST_UNSEEN = 2, 36  # how often M of unseen kinds are timed, and how many of them at most
+# How often M with thin margins are timed, how many of them at most, and the calls of a kernel at each.
+_MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS = 2, 32, 20
+_SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
 
@@ -56,8 +58,9 @@ class PlanSession(WeightSession):
             self._time_coarsely()
             self._time_predicted()
             self._time_under_load(seconds)
+            self._scan_plain()
             stopped = self._refine()
-            self._time_unseen_kinds()
+            self._time_thin_margins()
             chosen = self._verified_choice()
             if not self._extend_pool():
                 break
@@ -126,6 +129,17 @@ class PlanSession(WeightSession):
             self._time(wanted, budget_s, load_s)
         self._end += time.perf_counter() - started
 
+    def _scan_plain(self) -> None:
+        """Time ATen's plain op at many M (``plain_scan``), where it may be the fastest. The time for other M is not
+        shortened."""
+        started, sizes = time.perf_counter(), self._measurements.sizes_to_scan()
+        plain = [name for name, kernel in self._measurements.pool.items() if kernel.is_plain]
+        sizes = [m for m in sizes if m not in self._measurements.scan]
+        for start in range(0, len(sizes), _SCANNED_AT_ONCE):
+            timed = self._worker_times(dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], plain), 0.0)
+            self._measurements.record_scan(timed.times)
+        self._end += time.perf_counter() - started
+
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of
         ``_NEAR_EXPECTED``, and of each layout those from Decisions at the nearest M that are not far behind at a
@@ -159,15 +173,15 @@ class PlanSession(WeightSession):
             self._time(wanted, min(remaining_s, max(0.1 * remaining_s, 0.05 * (self._end - self._started))))
         return "the time for other M was over"
 
-    def _time_unseen_kinds(self) -> None:
-        """Time ATen's plain op and the kernels that may be slower than it at M unlike those that were measured beside
-        them (``gaps.unseen_kinds``). Not limited by the time for other M: such a kernel must not serve."""
-        for _ in range(_KIND_ROUNDS):  # other kernels may serve after the first
-            wanted = self._measurements.unseen_kinds(_MOST_UNSEEN)
+    def _time_thin_margins(self) -> None:
+        """Time ATen's plain op and the kernel that serves where the latter is expected to be little faster
+        (``gaps.thin_margins``). Not limited by the time for other M: it must not serve where it is slower."""
+        for _ in range(_MARGIN_ROUNDS):  # other kernels may serve after the first
+            wanted = self._measurements.thin_margins(_MOST_THIN)
             for start in range(0, len(wanted), BATCH):
-                batch = {m: wanted[m] for m in list(wanted)[start : start + BATCH]}
+                batch = {m: wanted[m] for m in sorted(wanted)[start : start + BATCH]}
                 once_s = sum(self._measurements.expected_s(name, m) for m, names in batch.items() for name in names)
-                self._time(batch, 4 * _LEAST_CALLS * once_s)
+                self._time(batch, _MARGIN_CALLS * once_s)
 
     def _affordable(self, wanted: Mapping[int, list[str]], seconds: float) -> dict[int, list[str]]:
         """Return the first of the wanted M that can be timed in some seconds, with their kernels."""

@@ -20,6 +20,7 @@ from ..core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from ..core.verdict import FAULTS
 from ..dispatch.portfolio import SERVING_S
 from ..store.base import Store
+from ..timing.size_sweep import SizesTimed
 from ..workers.contract import MeasurementWorker, WorkerLost
 from ..workers.protocol import SizedCandidate
 from .plan_measurements import BATCH, Measurements
@@ -97,8 +98,19 @@ class WeightSession:
             self._time({m: names(m) for m in batch}, share * budget_s)
 
     def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> None:
-        """Time kernels at some M and record the times. Kernels that crash are left out. load_s: as for
-        ``protocol.TimeSizes``; the times are then those under load."""
+        """Time kernels at some M and record the times. load_s: as for ``protocol.TimeSizes``; the times are then those
+        under load."""
+        timed = self._worker_times(wanted, budget_s, load_s)
+        if load_s:
+            self._measurements.record_load(timed.times)
+        else:
+            self._measurements.record(wanted, timed.times)
+            self._measurements.noise |= timed.noise
+        left_s = max(0.0, self._end - time.perf_counter())
+        self._progress(PlanProgress(self._problem.plan_key, len(self._measurements.noise), left_s))
+
+    def _worker_times(self, wanted: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> SizesTimed:
+        """Return the times of kernels at some M as the worker measures them. Kernels that crash are left out."""
         while True:
             order = {name: position for position, name in enumerate(self._items)}
             sizes = {
@@ -116,13 +128,7 @@ class WeightSession:
         for name, verdict in timed.faults.items():
             self._fail(name, verdict)
         self._measurements.out |= timed.excluded
-        if load_s:
-            self._measurements.record_load(timed.times)
-        else:
-            self._measurements.record(wanted, timed.times)
-            self._measurements.noise |= timed.noise
-        left_s = max(0.0, self._end - time.perf_counter())
-        self._progress(PlanProgress(self._problem.plan_key, len(self._measurements.noise), left_s))
+        return timed
 
     def _remembered_failures(self) -> dict[str, Verdict]:
         """Return the faults that hold for every M of the weight, by candidate: dispatch would not serve these kernels.
@@ -199,6 +205,7 @@ class WeightSession:
             overhead_s=self._overhead_s,
             surcharges=self._measurements.surcharges,
             noise=self._measurements.noise,
+            scan=self._measurements.scan,
             bound=self._bound,
             counts=self._counts,
             stopped=stopped,

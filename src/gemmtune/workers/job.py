@@ -319,6 +319,7 @@ class ProblemSession:
                 if kernel is None:
                     self._unloaded[name] = verdict
                 else:
+                    kernel.keep_torch_flags()
                     kernels[name] = kernel
             self._sweep = SizeSweep(
                 kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, hot=request.hot,

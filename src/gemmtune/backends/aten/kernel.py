@@ -131,6 +131,10 @@ class AtenKernel(Kernel):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         """Return the fused part of the computation in a new tensor [.., M, N] of ``product_dtype``."""
 
+    def keep_torch_flags(self) -> None:
+        if self.runs_as_pytorch(self.problem):
+            self._reduction_flag = None
+
     def _without_reduced_precision(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
         """Return ``compute(*operands)``, on a GPU with all sums in float32.
 

@@ -36,5 +36,8 @@ class NormThen(Kernel):
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return self._product.functional(normalize_rows(a, self._norm, aux[0]), b, aux[1:])
 
+    def keep_torch_flags(self) -> None:
+        self._product.keep_torch_flags()
+
     def pack(self, b: Any) -> PackedWeight:
         return self._product.pack(b)

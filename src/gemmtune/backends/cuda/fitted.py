@@ -17,9 +17,9 @@ from .source import MIXED, SLAB
 # The size that is fitted: ``mixed`` reads A's rows along wgmma's second dimension, ``slab`` B's columns.
 _AXES = {MIXED: "bm", SLAB: "bn"}
 _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
-# The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 from versions that did not fit
-# ``split``: those kernels were verified with other copies.
-SIZE, SIZE_AND_SPLIT = 1, 2
+# The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 and 2 from versions with other
+# copies, with which those kernels were verified.
+SIZE, SIZE_AND_SPLIT = 1, 3
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
 # Where so many blocks share K, reading the weight takes most of the time. They do so in one round only: in a version
 # with three blocks 4096x4096 took 82 us at M = 645 in more rounds, with two 44 (int4 weights, H100). Clusters of three
@@ -36,10 +36,13 @@ _NARROW = 64  # columns
 # rows with 5 (4096x4096, H100).
 _LEAST_BESIDE = 5
 _SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; larger M need no others
-# The time that blocks which share K take in a round to exchange their sums, in rounds of a block that does not share.
-# With 1/8 the choices between one block and two in 193 measured pairs (int8 and int4 weights, M = 144 to 3840, every-M
-# plans of H100s and H200s) lose 0.07% in the mean and 3.5% at most; with 0 they lose 0.36% and 11.6%.
-_EXCHANGE = 0.125
+# The time of a round, in rows of a tile that a block multiplies with K = 4096: what it takes besides (most of it the
+# conversion of the weight), and for the exchange of sums where blocks share K, which does not grow with K. The choices
+# between a round of one block and a round of two, and between two rounds and three, in 230 measured pairs (int8 and
+# int4 weights, six shapes, every-M plans of H100s and H200s) lose 0.2% in the mean and 5.5% at most. With the exchange
+# counted as an eighth of a round, whatever the tile and K, they lose 3.5% and 63%: with K = 11008 three rounds of two
+# blocks take 0.7 to 1.0 of the time of two rounds of one, with K = 3072 mostly 1.1 to 1.4.
+_BESIDE_ROWS, _EXCHANGE_ROWS = 110.0, 45.0
 # Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
 # of the GPU.
 _CLUSTER_LOSS = 0.04
@@ -60,15 +63,16 @@ class Copy(NamedTuple):
 
 
 class FittedTiles:
-    """The tiles of a fitted kernel whose output has N columns, on a device with a number of multiprocessors.
+    """The tiles of a fitted kernel for a weight [K, N], on a device with a number of multiprocessors.
 
     copies: those that are built, ascending.
     """
 
     def __init__(
-        self, template: str, config: dict[str, Any], n: int, multiprocessors: int, copies: Iterable[Copy] = ()
+        self, template: str, config: dict[str, Any], n: int, k: int, multiprocessors: int, copies: Iterable[Copy] = ()
     ) -> None:
         self._template, self._n, self._bm, self._bn = template, n, int(config["bm"]), int(config["bn"])
+        self._exchange_rows = _EXCHANGE_ROWS * 4096 / k
         self._columns = -(-n // self._bn)  # tiles of ``mixed`` along N
         self._cluster, self._multiprocessors = int(config.get("cluster", 1)), multiprocessors
         self._largest = int(config[_AXES[template]])
@@ -106,23 +110,32 @@ class FittedTiles:
         return [size for size in range(least, self._largest) if size % step == 0 or (size % 8 == 0 and size in eights)]
 
     def copy_at(self, m: int) -> Copy:
-        """Return the copy for M rows: the blocks that share K are those with which the rounds of blocks take the least
-        time, and the tiles the smallest with which they are no more rounds than with the largest.
+        """Return the copy for M rows: for each number of blocks that share K, tiles are the smallest with which there
+        are no more rounds of blocks than with the largest; of these copies, that with which the rounds take the least
+        time.
 
         A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
         longer.
         """
-        split = min(self._sizes, key=lambda split: self._time(m, split)) if len(self._sizes) > 1 else 1
+        if len(self._sizes) == 1:
+            return self._smallest(m, 1)[1]
+        return min((self._smallest(m, split) for split in self._sizes), key=self._time)[1]
+
+    def _smallest(self, m: int, split: int) -> tuple[int, Copy]:
+        """Return the rounds of blocks for M rows, and the copy with the smallest tiles with which there are no more."""
         sizes = self._sizes[split]
         fixed, fitted = (self._columns, m) if self._template == MIXED else (-(-m // self._bm), self._n)
         per_tile = 1 if self._template == MIXED else self._cluster
-        most_tiles = self._rounds(m, split, sizes[-1]) * self._clusters_of[split] // fixed  # along the fitted axis
-        return Copy(split, sizes[bisect_left(sizes, -(-fitted // (most_tiles * per_tile)))])
+        rounds = self._rounds(m, split, sizes[-1])
+        most_tiles = rounds * self._clusters_of[split] // fixed  # along the fitted axis
+        return rounds, Copy(split, sizes[bisect_left(sizes, -(-fitted // (most_tiles * per_tile)))])
 
-    def _time(self, m: int, split: int) -> float:
-        """Return the time of the rounds for M rows with the largest tiles, in rounds of blocks that do not share K."""
-        rounds = self._rounds(m, split, self._largest)
-        return math.inf if split >= _MANY_BLOCKS and rounds > 1 else rounds * _round_time(split)
+    def _time(self, rounds_and_copy: tuple[int, Copy]) -> float:
+        """Return the time of the rounds of a copy of ``mixed`` (``_BESIDE_ROWS``)."""
+        rounds, (split, size) = rounds_and_copy
+        if split >= _MANY_BLOCKS and rounds > 1:
+            return math.inf
+        return rounds * ((_BESIDE_ROWS + size) / split + (self._exchange_rows if split > 1 else 0.0))
 
     def _clusters(self, split: int) -> int:
         """Return about how many clusters run at a time."""
@@ -139,25 +152,19 @@ class FittedTiles:
 
 
 @functools.lru_cache(maxsize=256)
-def _tiles(template: str, bm: int, bn: int, cluster: int, split: int, n: int, multiprocessors: int, /) -> FittedTiles:
-    config = {"bm": bm, "bn": bn, "cluster": cluster, "split": split}
-    return FittedTiles(template, config, n, multiprocessors)
+def _tiles(template: str, bm: int, bn: int, cluster: int, split: int, n: int, k: int, count: int, /) -> FittedTiles:
+    return FittedTiles(template, {"bm": bm, "bn": bn, "cluster": cluster, "split": split}, n, k, count)
 
 
-def fitted_tiles(template: str, config: dict[str, Any], n: int, multiprocessors: int) -> FittedTiles:
+def fitted_tiles(template: str, config: dict[str, Any], problem: Problem, multiprocessors: int) -> FittedTiles:
     """Return the tiles of a fitted kernel with all its copies, from a cache: finding the copies takes 10 to 30 ms."""
-    sizes = (int(config[name]) for name in ("bm", "bn"))
-    return _tiles(template, *sizes, int(config.get("cluster", 1)), int(config["split"]), n, multiprocessors)
+    sizes = (int(config.get(name, 1)) for name in ("bm", "bn", "cluster", "split"))
+    return _tiles(template, *sizes, problem.n, problem.k, multiprocessors)
 
 
 def multiprocessors_for(split: int, multiprocessors: int) -> int:
     """Return about how many multiprocessors run a block each where clusters have ``split`` blocks that share K."""
     return int(multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
-
-
-def _round_time(split: int) -> float:
-    """Return the time of a round of blocks of which ``split`` share K, in rounds of blocks that do not share."""
-    return 1.0 / split + (_EXCHANGE if split > 1 else 0.0)
 
 
 def copy_config(problem: Problem, template: str, config: dict[str, Any], copy: Copy, shared: int) -> dict[str, Any]:

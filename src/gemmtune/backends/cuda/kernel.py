@@ -55,8 +55,10 @@ class _FittableKernel(TmaKernel):
         if not self._cubins:
             return self._copy_of(self.header)
         if device not in self._tiles:
-            template, n = self.candidate.template, self.problem.n
-            self._tiles[device] = FittedTiles(template, self._config, n, _multiprocessors(device), self._cubins)
+            weight = self.problem.n, self.problem.k
+            self._tiles[device] = FittedTiles(
+                self.candidate.template, self._config, *weight, _multiprocessors(device), self._cubins
+            )
         return self._tiles[device].copy_at(m)
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:

@@ -13,7 +13,7 @@ in flight at a time).
 Axes of ``mixed``: ``bm``, ``bn`` (the tile), ``split`` (blocks of a cluster, which share K), ``stages`` (as many as fit
 when one, two, three or four blocks run on a multiprocessor).
 
-Candidates for plans also have ``fitted`` (1: tiles of ``slab`` have up to ``bn`` columns; 2: those of ``mixed`` up to
+Candidates for plans also have ``fitted`` (1: tiles of ``slab`` have up to ``bn`` columns; 3: those of ``mixed`` up to
 ``bm`` rows, and up to ``split`` blocks share K; as many as M needs: fitted.py).
 """
 
@@ -164,7 +164,7 @@ def copies(problem: Problem, template: str, config: dict[str, Any], device: Devi
     """Return the configs of the kernels that a candidate consists of: one for each copy, ascending."""
     if not is_fitted(config):
         return [config]
-    tiles = fitted_tiles(template, config, problem.n, device.multiprocessors)
+    tiles = fitted_tiles(template, config, problem, device.multiprocessors)
     return [copy_config(problem, template, config, copy, device.shared) for copy in tiles.copies]
 
 
@@ -195,7 +195,7 @@ def _seconds(template: str, problem: Problem, device: DeviceLimits, config: dict
     """Return the estimated seconds of a call, with the copy for M where tiles are fitted."""
     *_, seconds = _spaces()[template]
     if template in _FITTED and is_fitted(config):
-        copy = fitted_tiles(template, config, problem.n, device.multiprocessors).copy_at(problem.m)
+        copy = fitted_tiles(template, config, problem, device.multiprocessors).copy_at(problem.m)
         config = copy_config(problem, template, config, copy, device.shared)
     return seconds(problem, device, config)
 
@@ -205,7 +205,7 @@ def code_paths(problem: Problem, candidate: Candidate, target: Target) -> Callab
     config = dict(candidate.config)
     if candidate.template not in _FITTED or not is_fitted(config):
         return None
-    return fitted_tiles(candidate.template, config, problem.n, device_limits(target).multiprocessors).copy_at
+    return fitted_tiles(candidate.template, config, problem, device_limits(target).multiprocessors).copy_at
 
 
 @functools.cache
@@ -516,7 +516,7 @@ def _useful_split(problem: Problem, device: DeviceLimits, bn: int) -> int:
     """Return the most blocks that share K in a fitted kernel with ``bn`` columns in a tile."""
     steps = -(-problem.k // MIXED_STEP)
     config = {"bm": _WIDTHS[-1], "bn": bn, "split": max(split for split in SPLITS if steps >= 2 * split or split == 1)}
-    return max(copy.split for copy in fitted_tiles(MIXED, config, problem.n, device.multiprocessors).copies)
+    return max(copy.split for copy in fitted_tiles(MIXED, config, problem, device.multiprocessors).copies)
 
 
 # The configurations of templates whose tiles may be fitted to M.
