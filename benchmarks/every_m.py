@@ -54,6 +54,7 @@ from gemmtune.core import devices as kinds
 from gemmtune.core.call import Call
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
+from gemmtune.core.events import Event, PlanProgress, ProblemDone, ProblemStarted
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
@@ -458,12 +459,13 @@ def _tried(decision: Decision) -> dict[str, list[Any]]:
 class Tuned:
     """What tuning a weight for all M found. decisions: also those that were inconclusive, which are not stored. plan:
     None where only ATen's kernels are best, or no Decision was conclusive. sizes: the range, and the M of the
-    Decisions."""
+    Decisions. timeline: seconds after which a phase of tuning began or ended, by its name."""
 
     decisions: list[Decision]
     plan: TunedPlan | None
     sizes: tuning_sizes.SizeRange
     seconds: float
+    timeline: dict[str, float]
 
     def facts(self, layout: str | None) -> Row:
         """Return what the table and the raw data say of the tuning of a weight that serves in ``layout``; ``plan_us``
@@ -475,6 +477,7 @@ class Tuned:
             "kernels": len({interval.kernel for interval in intervals}),
             "timed_kernels": 0 if self.plan is None else len(self.plan.kernels),
             "sweep_s": None if self.plan is None else self.plan.seconds,
+            "timeline_s": self.timeline,
             "stopped": None if self.plan is None else self.plan.stopped,
             "outcomes": {int(decision.problem["m"]): decision.outcome for decision in self.decisions},
             "tried": {int(decision.problem["m"]): _tried(decision) for decision in self.decisions},
@@ -491,12 +494,25 @@ class Tuned:
 
 def tune(problem: Problem, store: Store, settings: Settings) -> Tuned:
     """Tune a weight for all M into the store, which dispatch reads from then on."""
-    start, args = time.perf_counter(), settings.args
-    decisions = gemmtune.tune([(problem, 1)], m=args.m, store=store, device=settings.device, budget=args.budget)
+    start, args, timeline = time.perf_counter(), settings.args, dict[str, float]()
+
+    def note(event: Event) -> None:
+        name = type(event).__name__
+        if isinstance(event, ProblemStarted):
+            name += f" M={event.problem.m}"
+        elif isinstance(event, ProblemDone):
+            name += f" M={event.decision.problem['m']}"
+        elif isinstance(event, PlanProgress) and name in timeline:
+            name += ", the last"
+        timeline[name] = round(time.perf_counter() - start, 2)
+
+    decisions = gemmtune.tune(
+        [(problem, 1)], m=args.m, store=store, device=settings.device, budget=args.budget, progress=note
+    )
     seconds = time.perf_counter() - start
     plan = next((plan for plan in store.plans(settings.target) if plan.plan_key == problem.plan_key), None)
     sizes = tuning_sizes.parse_sizes(args.m, kinds.get(settings.device.type).profile, [problem.m])
-    return Tuned(decisions, plan, sizes, seconds)
+    return Tuned(decisions, plan, sizes, seconds, timeline)
 
 
 def tune_alone(server: Server, problem: Problem, settings: Settings) -> Served | None:
