@@ -385,6 +385,35 @@ class OnGpu(torch.Tensor):
         return True
 
 
+BFLOAT16 = linear_problem(16, 64, 64, "bfloat16")
+
+
+@pytest.mark.parametrize(("problem", "name", "keeps"), [
+    (BFLOAT16, "aten/mm", True), (BFLOAT16, "aten/mm_t", False),
+    (with_steps(BFLOAT16, Step("rms_norm", "inner", "bfloat16", value=1e-5)), "aten/mm", True),
+    (weight_only_problem(16, 64, 64), "aten/upcast_rounded", True),
+])  # fmt: skip
+def test_torch_flags_are_kept_only_where_plain_pytorch_runs_the_op_and_after_they_were_asked_for(
+    problem: Problem, name: str, keeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags, original = torch.backends.cuda.matmul, torch.mm
+    seen: list[bool] = []
+
+    def mm(*args: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:
+        seen.append(flags.allow_bf16_reduced_precision_reduction)
+        return original(*args, **options)
+
+    monkeypatch.setattr(torch, "mm", mm)
+    kernel, inputs = load(problem, name), make_inputs(problem, 0)
+    a, out = inputs.a.as_subclass(OnGpu), torch.empty(16, 64, dtype=torch.bfloat16)
+    assert flags.allow_bf16_reduced_precision_reduction
+    for _ in range(2):
+        kernel.run(a, inputs.b, inputs.aux, out)
+        kernel.keep_torch_flags()
+    assert seen == [False, keeps]
+    assert flags.allow_bf16_reduced_precision_reduction
+
+
 @pytest.mark.parametrize("m", [1, 9, 16, 17, 40])
 @pytest.mark.parametrize("tuned", [8, 64])
 def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: pytest.MonkeyPatch) -> None:

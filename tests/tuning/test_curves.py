@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,6 +34,41 @@ def test_kernel_with_as_many_waves_as_at_a_neighbor_takes_as_long_as_there() -> 
     curves = replace(wave_curves({"k": 16}, (100, 140)), times={"k": {100: 20.0, 140: 50.0}})
     assert curves.expected("k", 128) == 20.0
     assert curves.expected("k", 129) == 50.0
+
+
+# --- the plain op's scan
+
+
+def scanned(scan: dict[int, float]) -> Curves:
+    return Curves(1, 512, {PLAIN: {100: 5.0, 200: 4.0}}, PLAIN, scan=scan)
+
+
+def test_least_time_of_the_plain_op_counts_the_next_scanned_m_on_either_side() -> None:
+    curves = scanned({120: 3.0, 140: 6.0, 160: 7.0, 180: 2.0})
+    assert curves.plain_at_least(140, 160) == 6.0
+    assert curves.plain_at_least(141, 150) == 6.0
+    assert curves.plain_at_least(139, 150) == 3.0  # 120 is next to it
+    assert curves.plain_at_least(150, 161) == 2.0
+    assert curves.plain_at_least(190, 200) == 2.0  # 200 was measured
+    assert curves.plain_at_least(200, 200) == 4.0
+
+
+def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end() -> None:
+    curves = scanned({120: 3.0, 180: 2.0})
+    assert curves.plain_at_least(130, 140) is None
+    assert curves.plain_at_least(100, 180) is None
+    assert curves.plain_at_least(185, 190) == 2.0
+    assert curves.plain_at_least(190, 201) is None
+    assert curves.plain_at_least(99, 100) is None
+    assert scanned({}).plain_at_least(100, 100) is None
+
+
+def test_least_time_of_kernels_is_without_the_plain_op() -> None:
+    curves = sample_curves(
+        {PLAIN: staircase(1.0, 0.0), "a": staircase(3.0, 0.0), "b": staircase(2.0, 0.0)}, plain=PLAIN
+    )
+    assert curves.least_of_kernels(8) == 2.0
+    assert curves.least_of_kernels(9) == math.inf
 
 
 # --- weights

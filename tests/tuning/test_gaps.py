@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -97,6 +98,48 @@ def test_next_size_is_odd_where_asked() -> None:
     gap = Gap(64, 256, 1.0, 1.0)
     assert [gaps.next_size(curves, gap, odd) for odd in (True, False)] == [129, 128]
     assert gaps.next_size(curves, Gap(63, 65, 1.0, 1.0)) == 64
+
+
+def margin_curves(kernel_s: float) -> Curves:
+    """Return curves of a plain op that was scanned and takes 100 us, and of a kernel."""
+    sizes = (256, 384, 512)
+    times = {"k": dict.fromkeys(sizes, kernel_s), "plain": dict.fromkeys(sizes, 1e-4)}
+    scan = dict.fromkeys(range(256, 512, 32), 1e-4)
+    return Curves(256, 512, times, "plain", {"k": 64}, waves=True, scan=scan)
+
+
+def test_thin_margins_are_measured_between_edges_of_tiles() -> None:
+    serving = [PlanInterval(256, 400, "k"), PlanInterval(401, 512, "plain")]
+    thin = gaps.thin_margins(margin_curves(0.95e-4), serving)
+    assert [name for _, name in thin] == ["k", "k"]
+    assert sorted((256 < m < 384, 384 < m <= 400) for m, _ in thin) == [(False, True), (True, False)]
+    assert all(m % 8 not in (0, 1, 7) for m, _ in thin)
+    assert gaps.thin_margins(margin_curves(0.8e-4), serving) == []  # far faster
+    assert gaps.thin_margins(replace(margin_curves(0.95e-4), waves=False), serving) == []
+    assert gaps.thin_margins(replace(margin_curves(0.95e-4), scan={}), serving) == []
+
+
+def test_the_thinnest_margins_come_first() -> None:
+    curves = margin_curves(0.95e-4)
+    slower = {256: 0.9e-4, 384: 0.9e-4, 512: 0.97e-4}
+    (first, _), (second, _) = gaps.thin_margins(
+        replace(curves, times={**curves.times, "k": slower}), [PlanInterval(256, 512, "k")]
+    )
+    assert first > 384 > second
+
+
+def test_expected_loss_of_the_plain_op_is_that_of_its_scan() -> None:
+    """At M = 448 it takes twice as long as at the measured M on either side."""
+    times = {"k": {384: 1e-4, 512: 1e-4}, "plain": {384: 0.9e-4, 512: 0.9e-4}}
+    scan = {m: 2e-4 if 420 < m < 470 else 0.9e-4 for m in range(385, 512, 8)}
+    curves = Curves(
+        384, 512, times, "plain", {"k": 64}, waves=True, scan=scan,
+        estimated_s=lambda name, m: 1.0 if name == "k" else None,
+    )  # fmt: skip
+    serving = [PlanInterval(384, 512, "plain")]
+    ((m, name),) = gaps.expected_losses(curves, serving, lambda m: ["k"], 0.01)
+    assert (name, 420 < m < 470) == ("k", True)
+    assert gaps.expected_losses(replace(curves, scan={}), serving, lambda m: ["k"], 0.01) == []
 
 
 def test_m_are_found_at_which_another_kernel_is_expected_to_be_faster() -> None:

@@ -68,6 +68,42 @@ def test_kernel_serves_beside_the_plain_op_by_a_margin_of_its_least_time() -> No
         assert serving_at(found, 310) == serving
 
 
+def scanned_curves(kernel_s: float, plain_s: float, scan: Mapping[int, float]) -> Curves:
+    """Return curves of a kernel with estimates, and of a plain op that was scanned from M = 321 to 511."""
+    sizes = (320, 512, 600)
+    times = {"k": dict.fromkeys(sizes, kernel_s), PLAIN: {**dict.fromkeys(sizes, plain_s), 600: 20.0}}
+    return Curves(
+        320, 600, times, PLAIN, {"k": 64}, waves=True, scan=scan,
+        estimated_s=lambda name, m: 1.0 if name == "k" else None,
+    )  # fmt: skip
+
+
+def test_kernel_serves_between_m_that_the_plain_op_serves_where_the_scan_is_slower() -> None:
+    scan = {m: 9.0 if m % 128 == 0 else 12.0 if m < 384 else 9.5 for m in range(321, 512)}
+    found = intervals.intervals(scanned_curves(10.0, 9.0, scan), {320: PLAIN, 512: PLAIN, 600: "k"})
+    assert [(part.first, part.last, part.kernel) for part in found[:3]] == [
+        (320, 320, PLAIN), (321, 383, "k"), (384, 599, PLAIN),
+    ]  # fmt: skip
+
+
+def test_plain_op_serves_between_m_that_a_kernel_serves_where_the_scan_is_faster() -> None:
+    scan = {m: 9.0 if 400 <= m <= 410 else 12.0 for m in range(321, 512)}
+    found = intervals.intervals(scanned_curves(10.0, 12.0, scan), {320: "k", 512: "k", 600: "k"})
+    assert [part.kernel for part in found] == ["k", PLAIN, "k"]
+    assert {serving_at(found, m) for m in range(399, 412)} == {PLAIN}
+    assert found[1].last - found[1].first < 2 * intervals.GRID + 11
+
+
+def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it() -> None:
+    scan = {m: 9.0 if m <= 400 else 12.0 for m in range(257, 512)}
+    times = {"k": dict.fromkeys((256, 512), 10.0), PLAIN: dict.fromkeys((256, 512), 12.0)}
+    curves = Curves(256, 512, times, PLAIN, waves=True, scan=scan)
+    found = intervals.intervals(curves, {256: "k", 512: "k"})
+    assert [(part.first, part.last, part.kernel) for part in found] == [
+        (256, 256, "k"), (257, 400, PLAIN), (401, 512, "k"),
+    ]  # fmt: skip
+
+
 def test_kernel_that_is_slower_than_the_plain_op_at_a_measured_m_is_not_safe_above_it() -> None:
     curves = wave_curves({"fast": 64, "slow": 64}, (260, 300, 340), plain=lambda m: 136.0 + m / 10)
     assert intervals._is_safe(curves, "fast", 260, 300, 261, 276)

@@ -99,6 +99,11 @@ def test_times_are_multiplied_by_what_load_adds_beyond_the_plain_op() -> None:
     assert found.times["toy/hot"][300] == pytest.approx(60e-6)
 
 
+def test_a_kernel_that_load_slows_less_than_the_plain_op_gains_nothing() -> None:
+    found = loaded({512: {"aten/mm": 120.0, "toy/hot": 99.0}})
+    assert found.times["toy/hot"][512] == pytest.approx(90e-6)
+
+
 def test_load_at_the_nearest_size_counts() -> None:
     found = loaded(
         {128: {"aten/mm": 100.0, "toy/hot": 99.0, "toy/cool": 95.0}, 512: {"aten/mm": 100.0, "toy/hot": 90.0}}

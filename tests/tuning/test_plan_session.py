@@ -742,18 +742,64 @@ def test_kernels_that_surroundings_slow_down_serve_no_m_at_which_they_lose_there
     assert served == {1: PLAIN.id, 8: PLAIN.id, 64: LARGE.id, 192: LARGE.id}
 
 
+def have_waves(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Measure as on a GPU."""
+
+    def with_waves(*args: Any, **options: Any) -> Measurements:
+        return Measurements(*args, **{**options, "waves": True})
+
+    monkeypatch.setattr(weight_session, "Measurements", with_waves)
+
+
+def test_plain_op_is_scanned_where_a_kernel_takes_about_as_long(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    close = simulated("close", lambda m: PLAIN_S(m) * (0.9 if m >= 128 else 0.5))
+    sizes = SizeRange(1, 512, (1, 128, 512))
+    plan, worker = make_plan(clock, [close], store, sizes=sizes)
+    assert plan.scan == {}
+    have_waves(monkeypatch)
+    plan, worker = make_plan(clock, [close], store, sizes=sizes)
+    assert {129, 161, 193, 225, 255, 256, 257} <= set(plan.scan)
+    assert min(plan.scan) >= 64
+    assert plan.scan == {m: PLAIN_S(m) for m in plan.scan}
+    alone = [m for request in worker.timed for m, names in request.items() if names == [PLAIN.id]]
+    assert sorted(alone) == sorted(plan.scan)  # each once
+    assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
+
+
+def test_plain_op_is_not_scanned_where_kernels_are_far_faster(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_waves(monkeypatch)
+    plan, _ = make_plan(clock, [simulated("fast", lambda m: 0.5 * PLAIN_S(m))], store)
+    assert plan.scan == {}
+
+
+def test_plain_op_serves_between_measured_m_where_only_its_scan_is_faster(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It takes half of its time from M = 410 to 430, where no time is left to measure kernels."""
+    have_waves(monkeypatch)
+    monkeypatch.setattr(plan_session, "_MARGIN_ROUNDS", 0)
+    close = simulated("close", lambda m: 40e-6)
+    worker = FakeWorker(clock, [close], plain=lambda m: 22e-6 if 410 <= m <= 430 else 45e-6)
+    plan = run_session(worker, [close], store, sizes=SizeRange(256, 512, (512,)), seconds=0.01)
+    assert plan is not None
+    assert not set(plan.noise) & set(range(385, 450))
+    served = {m: kernel.id for m in (300, 410, 430, 460) if (kernel := plan.serving(m)) is not None}
+    assert served == {300: PLAIN.id, 410: PLAIN.id, 430: PLAIN.id, 460: close.id}
+
+
 def test_kernel_that_is_slower_than_the_plain_op_between_edges_of_tiles_does_not_serve_there(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As on a GPU, where edges are measured most."""
 
-    def with_waves(*args: Any, **options: Any) -> Measurements:
-        return Measurements(*args, **{**options, "waves": True})
-
     def is_edge(m: int) -> bool:
         return m % 8 in (0, 1, 7)
 
-    monkeypatch.setattr(weight_session, "Measurements", with_waves)
+    have_waves(monkeypatch)
     kernel = simulated("edges", lambda m: PLAIN_S(m) * (0.9 if is_edge(m) else 1.1))
     plan, _ = make_plan(clock, [kernel], store, sizes=SizeRange(64, 512, (64, 128, 512)), seconds=0.01)
     served = [m for m in range(64, 513) if (serving := plan.serving(m)) is not None and serving.id == kernel.id]

@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,6 +19,7 @@ import pytest
 import torch
 
 from gemmtune import backends
+from gemmtune.backends.aten.kernel import AtenKernel
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.errors import WorkerError
@@ -425,6 +427,20 @@ def test_candidates_are_timed_at_several_m(shared_worker: Worker) -> None:
     assert all(seconds > 0.0 for times in timed.times.values() for seconds in times.values())
     assert set(timed.noise) == {1, 40, 70}
     assert (timed.faults, timed.excluded) == ({}, {})
+
+
+def test_plain_op_is_timed_at_several_m_with_the_flags_of_torch_and_verified_without(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    kept: list[str] = []
+    monkeypatch.setattr(AtenKernel, "keep_torch_flags", lambda kernel: kept.append(kernel.candidate.id))
+    with closing(LocalWorker(current_cpu())) as worker:
+        worker.open(PROBLEM, 0)
+        (item,) = sized(ATEN)
+        assert worker.verify_sizes(item, [3]).verdict.ok
+        assert kept == []
+        worker.time_sizes([item], {3: [0]}, 3, 0.0, 0)
+        assert kept == [ATEN.id]
 
 
 def test_candidates_that_raise_or_cannot_be_loaded_are_faults(shared_worker: Worker) -> None:

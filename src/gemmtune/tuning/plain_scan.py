@@ -1,11 +1,11 @@
 """The scan of ATen's plain op: its times at many M, without other kernels beside it.
 
-cuBLAS's time falls within each row of tiles, and jumps at the next. In fp8, 4096x4096 takes 143 us at M = 5120, 152 us
-at 5121 and 140 us at 5247 (H100), in bfloat16 8192x1024 37 us at M = 961 and 27 us at 1024; at some multiples of 128
-another kernel of cuBLAS takes 0.7 of what it takes beside them. Kernels of gemmtune have other rows of tiles. Whether
-one of them is faster between two measured M is known only with the plain op's times there, which are cheap: 3 to 10 ms
-an M. By a line between measured M, most of which are edges of tiles, it served fp8 4096x4096 at 1.10 of a kernel's time
-(M = 3511), and a kernel served bfloat16 8192x1024 at 1.11 of the plain op's (M = 1016).
+cuBLAS's time falls within each row of tiles, and jumps at the next. In fp8, 4096x4096 takes 137 us at M = 5120, 152 us
+at 5121 and 141 us at 5247, in bfloat16 8192x1024 37 us at M = 961 and 27 us at 1024 (H100). Kernels of gemmtune have
+other rows of tiles. Whether one of them is faster between two measured M is known only with the plain op's times there,
+which are cheap: 3 to 10 ms an M. By a line between measured M, most of which are edges of tiles, the plain op served
+fp8 4096x4096 at 1.10 of a kernel's time (M = 3511), and a kernel bfloat16 8192x1024 at 1.11 of the plain op's
+(M = 1016).
 """
 
 from __future__ import annotations
