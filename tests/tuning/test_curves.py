@@ -51,6 +51,8 @@ def test_least_time_of_the_plain_op_counts_the_next_scanned_m_on_either_side() -
     assert curves.plain_at_least(150, 161) == 2.0
     assert curves.plain_at_least(190, 200) == 2.0  # 200 was measured
     assert curves.plain_at_least(200, 200) == 4.0
+    both = scanned({100: 7.0, 200: 3.5})
+    assert (both.plain_at_least(100, 100), both.plain_at_least(200, 200)) == (5.0, 3.5)  # the least of the two
 
 
 def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end() -> None:

@@ -1,4 +1,4 @@
-"""Where ATen's plain op is scanned, and the scale of its times."""
+"""Where ATen's plain op is scanned."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ import itertools
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from gemmtune.tuning import plain_scan
 from gemmtune.tuning.curves import Curves
@@ -24,7 +22,7 @@ def beside_plain(shares: dict[int, float]) -> Curves:
 def test_every_row_of_tiles_is_scanned_where_a_kernel_takes_about_as_long() -> None:
     sizes = plain_scan.sizes_to_scan(beside_plain({100: 0.9, 1000: 0.9}))
     assert sizes == sorted(sizes)
-    assert (sizes[0], sizes[-1]) == (100, 1000)
+    assert (sizes[0], sizes[-1]) == (127, 993)
     assert {m for full in range(TILE, 1000, TILE) for m in (full - 1, full, full + 1)} <= set(sizes)
     assert max(b - a for a, b in itertools.pairwise(sizes)) <= 33
 
@@ -44,23 +42,3 @@ def test_few_rows_and_sizes_without_a_kernel_are_not_scanned() -> None:
     without = replace(curves, times={**curves.times, "k": {128: 1e-4, 256: 1e-4}})
     assert max(plain_scan.sizes_to_scan(without)) == 256
     assert plain_scan.sizes_to_scan(replace(curves, times={PLAIN: curves.times[PLAIN]})) == []
-
-
-@given(st.dictionaries(st.integers(64, 8192), st.floats(1e-5, 1e-3), min_size=1), st.floats(0.5, 2.0), st.data())
-def test_a_scan_is_on_the_scale_of_the_measured_times(
-    scan: dict[int, float], scale: float, data: st.DataObject
-) -> None:
-    measured = data.draw(st.sets(st.sampled_from(sorted(scan)), min_size=1))
-    found = plain_scan.on_scale(scan, {m: scale * scan[m] for m in measured})
-    assert found == pytest.approx({m: scale * seconds for m, seconds in scan.items()})
-
-
-def test_one_disturbed_time_does_not_change_the_scale() -> None:
-    scan = dict.fromkeys(range(100, 200, 10), 1.0)
-    measured = {**scan, 150: 3.0}
-    assert plain_scan.on_scale(scan, measured) == scan
-
-
-def test_a_scan_without_a_measured_size_says_nothing() -> None:
-    assert plain_scan.on_scale({100: 1.0}, {200: 1.0}) == {}
-    assert plain_scan.on_scale({}, {200: 1.0}) == {}

@@ -120,8 +120,9 @@ class Curves:
 
     @cached_property
     def _plain_times(self) -> dict[int, float]:
-        """The seconds of ATen's plain op by M, ascending, where it was timed or scanned."""
-        return dict(sorted({**self.scan, **self.times.get(self.plain, {})}.items())) if self.scan else {}
+        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty without a scan."""
+        least = least_times((self.scan, self.times.get(self.plain, {}))) if self.scan else {}
+        return dict(sorted(least.items()))
 
     @cached_property
     def _plain_sizes(self) -> list[int]:

@@ -12,9 +12,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left
-from collections.abc import Mapping
-from statistics import median
 
 from .curves import Curves
 
@@ -25,12 +22,10 @@ _FIRST = 64  # with fewer rows, every kernel takes as long as reading the weight
 # M are scanned where the fastest kernel takes these shares of the plain op's time at one of the measured M beside them:
 # by up to a third that time is above the line between measured M, and by a tenth below it.
 _LEAST_SHARE, _MOST_SHARE = 0.75, 1.25
-_NEAR = 5  # measured M whose times the scan is compared with, at each M
 
 
 def sizes_to_scan(curves: Curves) -> list[int]:
-    """Return the M at which to time ATen's plain op, ascending: where its time decides which kernel is the fastest. The
-    measured M between them are among them, for ``on_scale``."""
+    """Return the M at which to time ATen's plain op, ascending: where its time decides which kernel is the fastest."""
     plain = curves.times.get(curves.plain, {})
     shares = {m: curves.least_of_kernels(m) / plain[m] for m in curves.sizes if m in plain}
     measured = [m for m, share in shares.items() if share < math.inf]
@@ -39,19 +34,7 @@ def sizes_to_scan(curves: Curves) -> list[int]:
         nearest, farthest = max(shares[a], shares[b]), min(shares[a], shares[b])
         if nearest >= _LEAST_SHARE and farthest <= _MOST_SHARE:
             start = TILE * (a // TILE)
-            sizes |= {row + offset for row in range(start, b + 1, TILE) for offset in _OFFSETS if a < row + offset < b}
-            sizes |= {a, b}
+            sizes |= {
+                row + offset for row in range(start, b + 1, TILE) for offset in _OFFSETS if a <= row + offset <= b
+            }
     return sorted(m for m in sizes if m >= _FIRST)
-
-
-def on_scale(scan: Mapping[int, float], plain: Mapping[int, float]) -> dict[int, float]:
-    """Return the times of a scan on the scale of the plain op's times ``plain`` at measured M: each is multiplied by
-    the median ratio of the two at the ``_NEAR`` nearest M that have both. Beside other kernels the GPU's clock is not
-    the same as in the scan. Empty without such an M."""
-    both = sorted(scan.keys() & plain.keys())
-    result = {}
-    for m, seconds in scan.items() if both else ():
-        index = bisect_left(both, m)
-        near = sorted(both[max(0, index - _NEAR) : index + _NEAR], key=lambda size: abs(size - m))[:_NEAR]
-        result[m] = seconds * median(plain[size] / scan[size] for size in near)
-    return result

@@ -153,7 +153,7 @@ class Measurements:
         }
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
-        scan = plain_scan.on_scale(self.scan, times[plain]) if plain else {}
+        scan = self.scan if plain else {}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
             self._waves, self._estimate, scan,
