@@ -273,6 +273,8 @@ def check_plan(plan: TunedPlan) -> None:
     for kernel in plan.kernels:
         _check_kernel(kernel)
     _check_surcharges(plan)
+    if not all(m >= 1 and 0.0 < seconds < math.inf for m, seconds in plan.scan.items()):
+        raise ValueError("scan has a time that is not positive and finite, or an M below 1")
     _check_intervals(plan)
     for name, shares in (("noise", plan.noise), ("bound", {plan.first: plan.bound})):
         if not all(m >= 1 and 0.0 <= share < math.inf for m, share in shares.items()):

@@ -266,6 +266,7 @@ class StoreSuite:
             {"plan_key": "mm|other"}, {"problem": {}}, {"first": 2}, {"last": 65}, {"seconds": float("nan")},
             {"kernels": ()}, {"intervals": {"": (PlanInterval(1, 64, PACKED.id),)}},
             {"intervals": {"native:b16": (PlanInterval(1, 64, UNVERIFIED.id),)}},
+            {"scan": {64: 0.0}}, {"scan": {0: 1e-3}}, {"scan": {64: float("inf")}},
         ],
         ids=str,
     )  # fmt: skip

@@ -120,9 +120,11 @@ class Curves:
 
     @cached_property
     def _plain_times(self) -> dict[int, float]:
-        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty without a scan."""
-        least = least_times((self.scan, self.times.get(self.plain, {}))) if self.scan else {}
-        return dict(sorted(least.items()))
+        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty without a scan, and
+        where it cannot serve."""
+        return (
+            dict(sorted(least_times((self.scan, self.times[self.plain])).items())) if self.scan and self.plain else {}
+        )
 
     @cached_property
     def _plain_sizes(self) -> list[int]:

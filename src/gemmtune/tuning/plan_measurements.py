@@ -37,8 +37,8 @@ class Measurements:
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
     id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M, with what
     load adds to them (``record_load``). noise: by M, of the times there. timed_often: how often a kernel was timed at
-    an M. out: the kernels that cannot serve, with the reason. scan: seconds of ATen's
-    plain op by M, as scanned. estimated_s: returns the estimate of a kernel's seconds at an M, or None.
+    an M. out: the kernels that cannot serve, with the reason. scan: seconds of ATen's plain op by M, as scanned.
+    estimated_s: returns the estimate of a kernel's seconds at an M, or None.
     """
 
     def __init__(
@@ -153,10 +153,9 @@ class Measurements:
         }
         plain = next((name for name in times if self.pool[name].is_plain), "")
         steps = {name: self.pool[name].tile_rows for name in names}
-        scan = self.scan if plain else {}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves, self._estimate, scan,
+            self._waves, self._estimate, self.scan,
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
