@@ -63,6 +63,7 @@ def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end()
     assert curves.plain_at_least(190, 201) is None
     assert curves.plain_at_least(99, 100) is None
     assert scanned({}).plain_at_least(100, 100) is None
+    assert curves.without([PLAIN]).plain_at_least(180, 180) is None  # it cannot serve
 
 
 def test_least_time_of_kernels_is_without_the_plain_op() -> None:

@@ -120,11 +120,10 @@ class Curves:
 
     @cached_property
     def _plain_times(self) -> dict[int, float]:
-        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty without a scan, and
-        where it cannot serve."""
-        return (
-            dict(sorted(least_times((self.scan, self.times[self.plain])).items())) if self.scan and self.plain else {}
-        )
+        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty if it was not
+        scanned, or cannot serve."""
+        timed = self.times.get(self.plain, {})
+        return dict(sorted(least_times((self.scan, timed)).items())) if self.scan and timed else {}
 
     @cached_property
     def _plain_sizes(self) -> list[int]:
