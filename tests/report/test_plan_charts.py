@@ -4,6 +4,7 @@ import re
 import pytest
 from msgspec.structs import replace
 
+from gemmtune.core.tuned_plan import PlanInterval
 from gemmtune.report import interactive, svg
 from gemmtune.report.charts import Band, Curves
 from gemmtune.report.plan_charts import plan_curves
@@ -33,6 +34,23 @@ def test_each_layout_has_a_chart_with_aten() -> None:
     assert list(packed.series) == ["ATen", "C"]
     assert {p.x: p.y for p in raw.series["ATen"]} == pytest.approx({m: PLAIN_S(m) * 1e6 for m in SIZES})
     assert raw.series["A"][1].text == f"M = 16: 5.00 us, {SMALL.id}"
+
+
+def test_aten_is_drawn_at_the_sizes_of_its_scan_too() -> None:
+    (raw, packed) = plan_curves(replace(PLAN, scan={16: 9.0, 33: 2e-5, 100: 3e-5}), CEILINGS)
+    for chart in (raw, packed):
+        drawn = {p.x: p.y for p in chart.series["ATen"]}
+        assert list(drawn) == [1, 16, 33, 48, 100, 128]
+        assert (drawn[33], drawn[100]) == pytest.approx((20.0, 30.0))
+        assert drawn[16] == pytest.approx(PLAIN_S(16) * 1e6)  # beside other kernels
+    assert [p.x for p in raw.series["A"]] == SIZES
+
+
+def test_many_intervals_are_counted_in_the_note() -> None:
+    spans = tuple(PlanInterval(m, m, (SMALL, LARGE)[m % 2].id) for m in range(1, 129))
+    chart, _ = plan_curves(replace(PLAN, intervals={**PLAN.intervals, "": spans}), CEILINGS)
+    assert "serves M: 128 intervals, in the table of kernels. " in chart.note
+    assert len(chart.bands) == 128
 
 
 def test_bands_are_the_intervals() -> None:

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..core.tuned_plan import PlanKernel, TunedPlan
 
 _FLOOR = "floor of the machine"
+_LISTED = 24  # intervals of a layout that the note of its plot lists
 
 
 def plan_curves(plan: TunedPlan, ceilings: Mapping[str, float]) -> list[Curves]:
@@ -38,26 +39,29 @@ def plan_curves(plan: TunedPlan, ceilings: Mapping[str, float]) -> list[Curves]:
 def _layout_curves(plan: TunedPlan, packing: str, floor: tuple[tuple[float, float], ...], source: str) -> Curves:
     names, plain = short_names(plan), plain_kernel(plan)
     kernels = {names[kernel.id]: kernel for kernel in serving_kernels(plan, packing)}
-    series = {name: _points(kernel) for name, kernel in ({} if plain is None else {ATEN: plain}).items()}
-    series |= {name: _points(kernel) for name, kernel in kernels.items()}
+    drawn = ({} if plain is None else {ATEN: plain}) | kernels
+    series = {name: _points(kernel, plan.scan if kernel is plain else {}) for name, kernel in drawn.items()}
     bands = tuple(
         Band(span.first, span.last + 1, names[span.kernel]) for span in plan.intervals[packing] if span.kernel in names
     )
     (summary,) = [row for row in summarize_layouts(plan) if row.packing == packing]
     worst = f"Worst regret {regret_text(summary.regret)}" + (f" at M = {summary.regret_m}" if summary.regret else "")
+    count = len(plan.intervals[packing])
+    served = intervals_text(plan, packing, names) if count <= _LISTED else f"{count} intervals, in the table of kernels"
     note = (
-        f"Median time of a call of the kernels that serve, and of ATen on the unpacked weight. The background has the "
-        f"colour of the kernel that serves M: {intervals_text(plan, packing, names)}. {worst}. The floor is the least "
+        f"Median time of a call of the kernels that serve, and of ATen on the unpacked weight, which may be timed at "
+        f"more M. The background has the colour of the kernel that serves M: {served}. {worst}. The floor is the least "
         f"traffic at the memory ceiling or the operations at the arithmetic ceiling, whichever takes longer. {source}"
     )
     title = f"{weight_label(Problem.from_dict(plan.problem))}, {layout_name(packing)}: time over M"
     return Curves(title, note, "M", "us per call", series, {_FLOOR: floor}, bands)
 
 
-def _points(kernel: PlanKernel) -> tuple[Point, ...]:
+def _points(kernel: PlanKernel, scan: Mapping[int, float]) -> tuple[Point, ...]:
+    """Return the points of a kernel at the M at which it was timed. scan: its seconds at other M."""
     return tuple(
         Point(m, seconds * 1e6, f"M = {m}: {time_text(seconds)}, {kernel.id}")
-        for m, seconds in sorted(kernel.times.items())
+        for m, seconds in sorted({**scan, **kernel.times}.items())
     )
 
 
