@@ -768,6 +768,19 @@ def test_plain_op_is_scanned_where_a_kernel_takes_about_as_long(
     assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
 
 
+def test_plain_op_is_scanned_for_as_long_as_kernels_are_timed_at_most(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_waves(monkeypatch)
+    monkeypatch.setattr(plan_session, "_SCANNED_AT_ONCE", 4)
+    close = simulated("close", lambda m: 0.95 * PLAIN_S(m))
+    sizes = SizeRange(64, 512, (64, 512))
+    whole, _ = make_plan(clock, [close], store, sizes=sizes)
+    part, _ = make_plan(clock, [close], store, sizes=sizes, seconds=0.01)  # a timing takes 1 ms
+    assert 8 < len(part.scan) < len(whole.scan)
+    assert sorted(part.scan) == sorted(whole.scan)[: len(part.scan)]
+
+
 def test_plain_op_is_not_scanned_where_kernels_are_far_faster(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

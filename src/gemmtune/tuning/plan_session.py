@@ -58,7 +58,7 @@ class PlanSession(WeightSession):
             self._time_coarsely()
             self._time_predicted()
             self._time_under_load(seconds)
-            self._scan_plain()
+            self._scan_plain(seconds)
             stopped = self._refine()
             self._time_thin_margins()
             chosen = self._verified_choice()
@@ -129,13 +129,15 @@ class PlanSession(WeightSession):
             self._time(wanted, budget_s, load_s)
         self._end += time.perf_counter() - started
 
-    def _scan_plain(self) -> None:
-        """Time ATen's plain op at many M (``plain_scan``), where it may be the fastest. The time for other M is not
-        shortened."""
+    def _scan_plain(self, seconds: float) -> None:
+        """Time ATen's plain op at many M (``plain_scan``), where it may be the fastest, in about ``seconds`` at most,
+        the smallest M first. The time for other M is not shortened."""
         started, sizes = time.perf_counter(), self._measurements.sizes_to_scan()
         plain = [name for name, kernel in self._measurements.pool.items() if kernel.is_plain]
         sizes = [m for m in sizes if m not in self._measurements.scan]
         for start in range(0, len(sizes), _SCANNED_AT_ONCE):
+            if time.perf_counter() - started > seconds:
+                break
             timed = self._worker_times(dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], plain), 0.0)
             self._measurements.record_scan(timed.times)
         self._end += time.perf_counter() - started
