@@ -390,7 +390,9 @@ FITTED: dict[str, tuple[str, Problem, dict[str, int], dict[int, Any]]] = {
 
 @needs_cxx
 @pytest.mark.parametrize("name", FITTED)
-def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, name: str) -> None:
+def test_kernels_whose_tiles_are_fitted_match_the_oracle(
+    emulator: Emulator, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     template, problem, config, copies = FITTED[name]
     base, fitted = (MIXED_CONFIG, 3) if template == "mixed" else (SLAB_CONFIG, 1)
     config = {**base, **config, "fitted": fitted}
@@ -399,6 +401,9 @@ def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, nam
         m: c if isinstance(c, tuple) else (1, c) for m, c in copies.items()
     }
     kernel = emulator.load(problem, Candidate.make("cuda", template, **config))
+    asked: list[int] = []
+    original = FittedTiles.copy_at
+    monkeypatch.setattr(FittedTiles, "copy_at", lambda tiles, m: asked.append(m) or original(tiles, m))
     for m in copies:
         problem = kernel.problem.with_m(m)
 
@@ -407,6 +412,7 @@ def test_kernels_whose_tiles_are_fitted_match_the_oracle(emulator: Emulator, nam
 
         verdict = verify(run, problem, make_reference_cases(problem, 0)[:1], time_limit_s=0)
         assert verdict.ok, f"{m}: {verdict.detail}"
+    assert asked == list(copies)  # once for the launch of each M
 
 
 @needs_cxx

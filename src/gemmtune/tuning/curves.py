@@ -19,7 +19,7 @@ MARGIN = 0.01
 MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
-_SCANNED = 40  # rows between two M of a scan, at most
+_SCAN_GAP = 40  # the most rows between two M of a scan (``plain_scan``)
 _REACH = 1.6  # estimates are compared with times at M within this factor
 
 
@@ -131,13 +131,13 @@ class Curves:
 
     def plain_at_least(self, first: int, last: int) -> float | None:
         """Return the least seconds of ATen's plain op at the M from ``first`` to ``last`` at which it was timed or
-        scanned, and at the next such M on either side. None where such M are more than ``_SCANNED`` rows apart."""
+        scanned, and at the next such M on either side. None where such M are more than ``_SCAN_GAP`` rows apart."""
         sizes = self._plain_sizes
         index, end = bisect_right(sizes, first) - 1, bisect_left(sizes, last)
         if index < 0 or end == len(sizes):
             return None
         near = sizes[index : end + 1]
-        if any(b - a > _SCANNED for a, b in itertools.pairwise(near)):
+        if any(b - a > _SCAN_GAP for a, b in itertools.pairwise(near)):
             return None
         return min(self._plain_times[m] for m in near)
 

@@ -13,7 +13,7 @@ from .curves import CLOSE, Curves
 from .intervals import GRID
 
 _PER_GAP = 8  # M between two measured ones at which a loss is estimated
-_THIN = 0.88
+_THIN = 0.88  # a kernel that is expected to take this share of the plain op's time or more is timed beside it
 _GENERIC = 11  # the remainder by ``GRID`` of the M at which a margin is measured
 _NARROW = 1.04  # below this ratio of two neighboring M, times between them are interpolated
 
@@ -47,24 +47,28 @@ def thin_margins(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tupl
     time or more, each with this kernel; at most one M of an interval between two measured M. Those come first at which
     it is expected to take the most of it.
 
-    The M is odd, not beside a multiple of 8, in the inner half of that part. Most measured M are edges of tiles, where
+    The M is odd, not beside a multiple of 8, away from the ends of that part. Most measured M are edges of tiles, where
     kernels may be faster than beside them: fp8 4096x4096 was served at 1.04 of the plain op's time at M = 5234, since
     the kernel was timed at 4896 and 5376 only (H100).
     """
-    measured, thin = set(curves.sizes), dict[tuple[int, str], float]()
+    thin: dict[tuple[int, str], float] = {}
     for interval in intervals if curves.waves else ():
-        inside = [interval.first, *(m for m in curves.sizes if interval.first < m < interval.last), interval.last]
-        for a, b in itertools.pairwise(inside if interval.kernel != curves.plain else ()):
-            quarter = (b - a) // 4
-            shares = {
-                m: _serving_s(curves, interval.kernel, m) / plain_s
-                for m in range(GRID * ((a + quarter) // GRID) + _GENERIC, b - quarter + 1, GRID)
-                if b - a >= GRID - 1 and m not in measured and (plain_s := curves.plain_at_least(m, m)) is not None
-            }
+        inside = (m for m in curves.sizes if interval.first < m < interval.last)
+        for a, b in itertools.pairwise((interval.first, *inside, interval.last)):
+            shares = {} if interval.kernel == curves.plain else _shares_of_plain(curves, interval.kernel, a, b)
             m = max(shares, key=lambda m: shares[m], default=0)
             if m and shares[m] >= _THIN:
                 thin[m, interval.kernel] = shares[m]
     return sorted(thin, key=lambda at: -thin[at])
+
+
+def _shares_of_plain(curves: Curves, name: str, a: int, b: int) -> dict[int, float]:
+    """Return the share of ATen's plain op's time that a kernel is expected to take, by M: at M between ``a`` and ``b``,
+    away from both, that are no edges of tiles, where the plain op was scanned. Empty where the two are close."""
+    quarter = (b - a) // 4
+    sizes = range(GRID * ((a + quarter) // GRID) + _GENERIC, b - quarter + 1, GRID) if b - a >= GRID - 1 else range(0)
+    plain = {m: curves.plain_at_least(m, m) for m in sizes if a < m < b}
+    return {m: _serving_s(curves, name, m) / seconds for m, seconds in plain.items() if seconds is not None}
 
 
 def _serving_s(curves: Curves, name: str, m: int) -> float:

@@ -71,6 +71,7 @@ class _Choice:
         self._no_kernel = self._losses_of(dict.fromkeys(self._weights, _UNSERVED))
 
     def _losses_of(self, regrets: Mapping[int, float]) -> _Losses:
+        """Return the losses of a kernel with these regrets, by M."""
         excess = [max(0.0, regret - self._bound) if self._is_served[m] else 0.0 for m, regret in regrets.items()]
         shares = (self._weights[m] / self._total for m in regrets)
         costs = [

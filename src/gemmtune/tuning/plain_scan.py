@@ -2,10 +2,10 @@
 
 cuBLAS's time falls within each row of tiles, and jumps at the next. In fp8, 4096x4096 takes 137 us at M = 5120, 152 us
 at 5121 and 141 us at 5247, in bfloat16 8192x1024 37 us at M = 961 and 27 us at 1024 (H100). Kernels of gemmtune have
-other rows of tiles. Whether one of them is faster between two measured M is known only with the plain op's times there,
-which are cheap: 3 to 10 ms an M. By a line between measured M, most of which are edges of tiles, the plain op served
-fp8 4096x4096 at 1.10 of a kernel's time (M = 3511), and a kernel bfloat16 8192x1024 at 1.11 of the plain op's
-(M = 1016).
+other rows of tiles. Whether one of them is faster between two measured M is known only with the plain op's times there.
+These are cheap: 5 ms an M (fp8 8192x1024, int8 weights 4096x4096, H100, 24 M each; a script that was not kept). By a
+line between measured M, most of which are edges of tiles, the plain op served fp8 4096x4096 at 1.10 of a kernel's time
+(M = 3511), and a kernel bfloat16 8192x1024 at 1.11 of the plain op's (M = 1016).
 """
 
 from __future__ import annotations
@@ -15,12 +15,13 @@ import math
 
 from .curves import Curves
 
-TILE = 128  # rows of a tile of most of cuBLAS's kernels; those of the others divide it
+TILE = 128  # cuBLAS's time jumps after each multiple of it, in bfloat16 after multiples of 64, too
 # M of each row of tiles: the first and the last two, since its time jumps there, and three between them.
 _OFFSETS = (1, 33, 65, 97, TILE - 1, TILE)
 _FIRST = 64  # with fewer rows, every kernel takes as long as reading the weight
 # M are scanned where the fastest kernel takes these shares of the plain op's time at one of the measured M beside them:
-# by up to a third that time is above the line between measured M, and by a tenth below it.
+# between them that time may be a third above the line (fp8 4096x22016, M = 518), and a quarter below it (bfloat16
+# 8192x1024, M = 1016).
 _LEAST_SHARE, _MOST_SHARE = 0.75, 1.25
 
 

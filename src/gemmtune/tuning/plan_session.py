@@ -180,8 +180,9 @@ class PlanSession(WeightSession):
         (``gaps.thin_margins``). Not limited by the time for other M: it must not serve where it is slower."""
         for _ in range(_MARGIN_ROUNDS):  # other kernels may serve after the first
             wanted = self._measurements.thin_margins(_MOST_THIN)
-            for start in range(0, len(wanted), BATCH):
-                batch = {m: wanted[m] for m in sorted(wanted)[start : start + BATCH]}
+            sizes = sorted(wanted)
+            for start in range(0, len(sizes), BATCH):
+                batch = {m: wanted[m] for m in sizes[start : start + BATCH]}
                 once_s = sum(self._measurements.expected_s(name, m) for m, names in batch.items() for name in names)
                 self._time(batch, _MARGIN_CALLS * once_s)
 

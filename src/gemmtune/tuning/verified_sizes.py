@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Hashable, Sequence
 
@@ -14,8 +13,7 @@ RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
 MAX_SIZES = 96
-MAX_END_ROWS = 16  # times the largest M: the rows of the ends of spans, and of the odd M in them
-MAX_ROWS = 4  # times the largest M: the rows of all other M but the run
+MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
 
 
 def sizes_to_verify(
@@ -32,8 +30,8 @@ def sizes_to_verify(
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
     consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. A kernel that has copies of its
     code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
-    ``MAX_SIZES``, and to ``MAX_END_ROWS`` and ``MAX_ROWS``: the run, the copies and the ends of the whole range stay,
-    and the ends of spans and their odd M are preferred.
+    ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are
+    preferred. The other M, without those for copies, have ``MAX_ROWS`` together.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
@@ -43,16 +41,13 @@ def sizes_to_verify(
     for first, last in spans:
         others |= {rng.randint(first, last) for _ in range(RANDOM)} | {min(rng.randint(first, last) | 1, last)}
     others -= certain | ends | edges
-    few = _few(rng.sample(sorted(ends), len(ends)), MAX_END_ROWS * highest)
-    few += _few([*rng.sample(sorted(edges), len(edges)), *rng.sample(sorted(others), len(others))], MAX_ROWS * highest)
-    sizes = [*certain, *few][:MAX_SIZES]
+    few, rows = list[int](), 0
+    for m in (*rng.sample(sorted(edges), len(edges)), *rng.sample(sorted(others), len(others))):
+        rows += m
+        few += [m] if rows <= MAX_ROWS * highest else []
+    sizes = [*certain, *rng.sample(sorted(ends), len(ends)), *few][:MAX_SIZES]
     rng.shuffle(sizes)
     return sizes
-
-
-def _few(sizes: Sequence[int], rows: int) -> list[int]:
-    """Return the first M, in their order, that have up to ``rows`` rows together."""
-    return [m for m, total in zip(sizes, itertools.accumulate(sizes), strict=True) if total <= rows]
 
 
 def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:

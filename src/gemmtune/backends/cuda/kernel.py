@@ -39,6 +39,7 @@ class _FittableKernel(TmaKernel):
         self._config = dict(candidate.config)
         self._cubins: dict[Copy, LoadedCubin] = {}
         self._tiles: dict[int, FittedTiles] = {}  # by device
+        self._latest: tuple[tuple[int, int], Copy] | None = None  # the last M and device, and the copy for them
         if is_fitted(self._config):
             self._cubins = {self._copy_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
             self._cubins[self._copy_of(self.header)] = self.function
@@ -54,12 +55,18 @@ class _FittableKernel(TmaKernel):
         """Return the copy for M rows; that of the only cubin where tiles are not fitted."""
         if not self._cubins:
             return self._copy_of(self.header)
+        latest = self._latest  # making one launch asks for the copy three times
+        if latest is None or latest[0] != (m, device):
+            latest = self._latest = (m, device), self._tiles_on(device).copy_at(m)
+        return latest[1]
+
+    def _tiles_on(self, device: int) -> FittedTiles:
         if device not in self._tiles:
             weight = self.problem.n, self.problem.k
             self._tiles[device] = FittedTiles(
                 self.candidate.template, self._config, *weight, _multiprocessors(device), self._cubins
             )
-        return self._tiles[device].copy_at(m)
+        return self._tiles[device]
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:
         return self._cubins[self._copy(m, device)] if self._cubins else self.function
