@@ -3,6 +3,7 @@
     python benchmarks/e2e_gpu.py                              8 layers; bf16, int8 and int4 weights, fp8; batches
     python benchmarks/e2e_gpu.py --cases bf16:1,int8:16 --layers 32
     python benchmarks/e2e_gpu.py --cases bf16:1x2048          a prefill of 2,048 tokens
+    python benchmarks/e2e_gpu.py --cases bf16:2+16+64         one graph for all batch sizes, timed at these
 
 A step is one call of the model with a static cache of keys and values, captured in a CUDA graph: every contestant has a
 model of its own, with equal weights. The rounds replay each graph once, in random order, after the L2 has been flushed.
@@ -109,9 +110,10 @@ class Layer(nn.Module):
             for p, heads in ((self.q, HEADS), (self.k, KV_HEADS), (self.v, KV_HEADS))
         )
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        self.keys.index_copy_(2, at, k)
-        self.values.index_copy_(2, at, v)
-        y = attend(q, self.keys, self.values, mask)
+        rows = torch.arange(batch, device=x.device)[:, None]
+        self.keys[rows, :, at] = k.transpose(1, 2)
+        self.values[rows, :, at] = v.transpose(1, 2)
+        y = attend(q, self.keys[:batch], self.values[:batch], mask)
         x = x + self.o(y.transpose(1, 2).reshape(batch, steps, -1))
         h = self.before_mlp(x)
         return x + self.down(F.silu(self.gate(h)) * self.up(h))
@@ -181,29 +183,46 @@ def contestant(name: str, model: Decoder) -> Callable[..., Tensor]:
     return gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=VARIANTS[name])
 
 
-class Step:
-    """One contestant's step, captured in a CUDA graph (called as it is on a CPU). seconds: of its compilation."""
+class Contestant:
+    """A compiled model. seconds: of its compilation, which the first steps of each batch size take."""
 
-    def __init__(self, name: str, model: Decoder, tokens: Tensor, at: Tensor) -> None:
-        self.name, start = name, time.perf_counter()
-        run = contestant(name, model)
-        self._kept = model, run  # a graph holds addresses, not tensors
-        self._graph: torch.cuda.CUDAGraph | None = None
+    def __init__(self, name: str, model: Decoder) -> None:
+        self.name, self.seconds = name, 0.0
+        self._model = model  # a graph holds addresses, not tensors
+        self._run = contestant(name, model)
+
+    def step(self, tokens: Tensor, at: Tensor) -> Step:
+        """Return a step for these tokens, compiled if that is necessary."""
+        start = time.perf_counter()
         if tokens.device.type == "cpu":
-            self.call = lambda: run(tokens, at)
-            self.result = self.call()
-            self.seconds = time.perf_counter() - start
+            self._run(tokens, at)
+        else:
+            stream = torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the weights and the tokens
+            with torch.cuda.stream(stream):
+                for _ in range(3):
+                    self._run(tokens, at)
+                torch.cuda.synchronize()
+        self.seconds += time.perf_counter() - start
+        return Step(self.name, lambda: self._run(tokens, at), tokens.device.type)
+
+
+class Step:
+    """One contestant's step, captured in a CUDA graph (called as it is on a CPU)."""
+
+    def __init__(self, name: str, run: Callable[[], Tensor], device: str) -> None:
+        self.name = name
+        self._graph: torch.cuda.CUDAGraph | None = None
+        if device == "cpu":
+            self.call: Callable[[], object] = run
+            self.result = run()
             return
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())  # which may still be filling the weights and the tokens
+        stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            for _ in range(3):
-                run(tokens, at)
-            torch.cuda.synchronize()
-            self.seconds = time.perf_counter() - start
             self._graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self._graph, stream=stream):
-                self.result = run(tokens, at)
+                self.result = run()
         self.call = self._graph.replay
         self.call()
         torch.cuda.synchronize()
@@ -260,50 +279,64 @@ def error_of(result: Tensor, reference: Tensor) -> float:
     return float((result.float() - reference).norm() / reference.norm())
 
 
-def measure(case: str, options: argparse.Namespace, bandwidth: float) -> dict[str, Any]:
-    """Run all contestants of a case and return its row."""
+def measure(case: str, options: argparse.Namespace, bandwidth: float) -> list[dict[str, Any]]:
+    """Run all contestants of a case and return its rows, one for each batch size."""
     variant, _, size = case.partition(":")
-    batch, _, length = size.partition("x")
-    steps = int(length or 1)
-    device = options.device
-    base = build(variant, options.layers, int(batch), steps, device)
-    tokens = torch.randint(0, VOCAB, (int(batch), steps), device=device)
+    batches, _, length = size.partition("x")
+    sizes = [int(batch) for batch in batches.split("+")]
+    steps, device = int(length or 1), options.device
+    base = build(variant, options.layers, max(sizes), steps, device)
     at = torch.tensor([CACHE // 2], device=device) if steps == 1 else torch.arange(steps, device=device)
     weights = sum(t.nbytes for name, t in base.state_dict().items() if "embedding" not in name)
-    reference: Tensor | None = None
-    done: list[Step] = []
-    errors = {}
+    inputs = {batch: torch.randint(0, VOCAB, (batch, steps), device=device) for batch in sizes}
+    if len(sizes) > 1:
+        for tokens in inputs.values():
+            torch._dynamo.mark_dynamic(tokens, 0)
+    steps_of: dict[int, list[Step]] = {batch: [] for batch in sizes}
+    errors: dict[int, dict[str, float]] = {batch: {} for batch in sizes}
+    contestants = []
     with torch.inference_mode(False), torch.no_grad():
         for name in options.peers.split(","):
-            step = Step(name, base if name == "eager" else copy.deepcopy(base), tokens, at)
-            step.call()
-            result = step.result.clone()
-            reference = result.float() if reference is None else reference
-            errors[name] = error_of(result, reference)
-            done.append(step)
-            print(f"  {case} {name}: ready after {step.seconds:.0f} s", flush=True)
-        times = time_steps(done, options.rounds, device)
-    spreads = {name: Spread.of(values) for name, values in times.items()}
+            model = Contestant(name, base if name == "eager" else copy.deepcopy(base))
+            contestants.append(model)
+            for batch, tokens in inputs.items():
+                step = model.step(tokens, at)
+                step.call()
+                steps_of[batch].append(step)
+                reference = steps_of[batch][0].result.float()
+                errors[batch][name] = error_of(step.result.clone(), reference)
+            print(f"  {case} {name}: ready after {model.seconds:.0f} s", flush=True)
+        rows = []
+        for batch in sizes:
+            times = time_steps(steps_of[batch], options.rounds, device)
+            row = {
+                "case": f"{variant}:{batch}" + (f"x{length}" if length else ""), "layers": options.layers,
+                "compiled_for": sizes, "weights_bytes": weights, "floor_us": 1e6 * weights / bandwidth,
+                "times_us": times, "errors": errors[batch], "compile_s": {c.name: c.seconds for c in contestants},
+            }  # fmt: skip
+            print(summarize(row), flush=True)
+            rows.append(row)
+    return rows
+
+
+def summarize(row: dict[str, Any]) -> str:
+    """Return the line of a row; write the best peer and the ratio of its time to gemmtune's into the row."""
+    spreads = {name: Spread.of(values) for name, values in row["times_us"].items()}
     peers = [name for name in spreads if name not in VARIANTS]
     best = min(peers, key=lambda name: spreads[name].median, default=None)
-    row: dict[str, Any] = {
-        "case": case, "layers": options.layers, "weights_bytes": weights, "floor_us": 1e6 * weights / bandwidth,
-        "times_us": times, "errors": errors, "compile_s": {step.name: step.seconds for step in done},
-    }  # fmt: skip
     cells = [f"{name} {spreads[name].median:.0f}" for name in spreads]
-    line = f"{case:>10}  floor {row['floor_us']:.0f}  " + "  ".join(cells)
+    line = f"{row['case']:>10}  floor {row['floor_us']:.0f}  " + "  ".join(cells)
     if best is not None and OURS in spreads:
-        ratio = paired_ratios(times[best], times[OURS])
+        ratio = paired_ratios(row["times_us"][best], row["times_us"][OURS])
         row["best_peer"], row["ratio"] = best, (ratio.median, ratio.low, ratio.high)
         line += f"  {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) of {best}"
         line += f"  {100 * row['floor_us'] / spreads[OURS].median:.0f}% of the floor"
-    print(line, flush=True)
-    return row
+    return line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=CASES, help=f"variant:batch or variant:batchxtokens [{CASES}]")
+    parser.add_argument("--cases", default=CASES, help=f"variant:batch or variant:batchxtokens; 2+16+64 as batch: one graph for all [{CASES}]")
     parser.add_argument("--peers", default=PEERS, help=f"[{PEERS}]")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=61)
@@ -322,7 +355,7 @@ def main() -> None:
         if time.perf_counter() - start > options.seconds:
             print(f"{case}: not run, the time is over")
             continue
-        rows.append(measure(case, options, bandwidth))
+        rows += measure(case, options, bandwidth)
         path = save_results(
             "e2e-gpu", rows, made=made, bandwidth=bandwidth, command=vars(options), card=card_name(options.device)
         )
