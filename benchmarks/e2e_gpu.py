@@ -336,7 +336,11 @@ def summarize(row: dict[str, Any]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cases", default=CASES, help=f"variant:batch or variant:batchxtokens; 2+16+64 as batch: one graph for all [{CASES}]")
+    parser.add_argument(
+        "--cases",
+        default=CASES,
+        help=f"variant:batch or variant:batchxtokens; 2+16+64 as batch: one graph for all [{CASES}]",
+    )
     parser.add_argument("--peers", default=PEERS, help=f"[{PEERS}]")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=61)

@@ -326,7 +326,8 @@ GELU = (Step("gelu"),)
         (linear_problem(4, 8, 8, "float32"), {"mm", "composite"}),  # nothing is converted
         (linear_problem(4, 8, 8, "float64"), {"mm", "composite"}),
         (replace(linear_problem(4, 8, 8, "bfloat16"), out_dtype="float32"), {"composite"}),  # mm rounds before
-        (replace(linear_problem(4, 8, 8, "bfloat16"), epilogue=GELU), {"composite"}),
+        (replace(linear_problem(4, 8, 8, "bfloat16"), epilogue=GELU), {"composite", "mm_rounded"}),  # a CPU's, a GPU's
+        (replace(linear_problem(4, 8, 8, "float16"), epilogue=GELU), {"composite"}),
         (bmm_problem(2, 4, 8, 8, "bfloat16"), {"bmm"}),
         (replace(bmm_problem(2, 4, 8, 8, "bfloat16"), epilogue=GELU), {"composite"}),
         (int_problem(4, 8, 8), {"int_mm", "int_mm_pad"}),

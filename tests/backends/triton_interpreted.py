@@ -16,12 +16,14 @@ from torch import Tensor
 from triton.runtime import interpreter
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from gemmtune.backends.aten.steps import apply_steps
 from gemmtune.backends.gpu.int4 import shuffle_int4
 from gemmtune.backends.gpu.rules import leading_dimensions, why_no_gpu_kernel
 from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import make_spec
+from gemmtune.backends.triton.pointwise import pointwise_of
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.epilogue import Step
+from gemmtune.core.epilogue import GATES, Step
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
@@ -189,4 +191,36 @@ def main() -> None:
             run(problem, tiled(swap=swap), inputs, out)
             assert torch.equal(out, expected), f"{problem.out_dtype}: {out} {expected}"
             count += 1
+    count += check_pointwise()
     print(f"{count} problems right")
+
+
+def check_pointwise() -> int:
+    """Compare the kernel of an epilogue's steps with ATen's operators. Return the number of epilogues."""
+    bias, scales = Step("bias", "col", "float32"), Step("scale", "row", "float32")
+    epilogues: tuple[tuple[Step, ...], ...] = (
+        (bias, Step("gelu")), (Step("silu"), Step("mul", "full", "float16"), Step("relu")), (Step("swiglu"),),
+        (scales, Step("scale", "col", "float32"), Step("add", "full", "float16", value=0.5)),
+        (scales, bias, Step("geglu_tanh")), (Step("clamp", lo=-0.5), Step("geglu")),
+        (Step("scale", "tensor", value=3.0), Step("cast", dtype="float16"), Step("add", "tensor", "float32")),
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(0)
+    for steps in epilogues:
+        for acc_dtype in ("float32", "float16", "int32"):
+            for m, n in ((1, 24), (5, 1500), (70, 40)):
+                gated = steps[-1].kind in GATES
+                wide = 2 * n if gated else n
+                shapes = {"col": (wide,), "row": (m,), "full": (m, wide), "tensor": (1,)}
+                acc = (4 * torch.randn(m, wide, generator=generator)).to(getattr(torch, acc_dtype))
+                aux = [
+                    torch.randn(shapes[s.axis], generator=generator).to(getattr(torch, str(s.dtype)))
+                    for s in steps
+                    if s.takes_tensor
+                ]
+                kernel = pointwise_of(steps, acc_dtype, "float16")
+                assert kernel is not None
+                out = torch.full((m, n), 77.0, dtype=torch.float16)
+                kernel.launch(acc, aux, out)
+                expected = apply_steps(acc.float(), steps, aux).half()
+                assert torch.allclose(out.float(), expected.float(), atol=2e-3, rtol=2e-3), (steps, acc_dtype, m, n)
+    return len(epilogues)

@@ -29,6 +29,7 @@ from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from gemmtune.verify import oracle as reference
 from gemmtune.verify.inputs import make_inputs
+from gemmtune.verify.reference_cases import with_cast
 from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.gpu_kernels import first_candidate
 from helpers.serving import TOY_RUNS, decide, evidence, register, toy
@@ -192,6 +193,12 @@ def with_epilogue(problem: Problem, *steps: Step) -> Problem:
 
 
 BIAS = Step("bias", "col", "bfloat16")
+
+
+def with_steps_behind(problem: Problem, *steps: Step) -> Problem:
+    return replace(problem, epilogue=(*problem.epilogue, *steps))
+
+
 PROBLEMS = [
     *(linear_problem(m, n, k, "bfloat16") for m, n, k in ((1, 64, 128), (16, 63, 127), (100, 256, 264))),
     with_epilogue(linear_problem(5, 64, 128, "bfloat16"), BIAS, Step("relu")),
@@ -209,6 +216,12 @@ PROBLEMS = [
     weight_only_problem(3, 64, 256, group=32, dtype="float16"),
     *(fp8_problem(m, n, k, rowwise=rows) for m, n, k in ((1, 64, 128), (5, 63, 50)) for rows in (False, True)),
     with_epilogue(fp8_problem(5, 64, 128), Step("scale", "row", "float32"), Step("scale", "tensor", "float32")),
+    with_epilogue(linear_problem(5, 64, 128, "bfloat16"), Step("swiglu")),
+    with_epilogue(linear_problem(300, 4096, 128, "bfloat16"), BIAS, Step("geglu_tanh")),
+    with_epilogue(weight_only_problem(40, 64, 256), Step("silu"), Step("add", "full", "bfloat16")),
+    with_epilogue(weight_only_problem(5, 64, 256), Step("swiglu")),
+    with_steps_behind(fp8_problem(5, 64, 128), Step("swiglu")),
+    with_steps_behind(fp8_problem(40, 64, 128), Step("add", "full", "bfloat16")),
     replace(fp8_problem(5, 64, 128), b=Operand("float8_e4m3fn", Layout("row"))),
 ]
 # Verification may reject these: they round the weight to bfloat16, or the sum before an activation.
@@ -226,15 +239,18 @@ def test_aten_candidates_are_correct(problem: Problem) -> None:
     for candidate in candidates:
         kernel = ATEN.load(Artifact(candidate, ""), problem)
         weight = kernel.pack(b) if kernel.packing else b
-        shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.n)
+        bound = oracle
+        if kernel.rounding is not None:
+            bound = reference.reference(with_cast(problem, kernel.rounding), inputs.a, inputs.b, inputs.aux)
+        shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (problem.m, problem.columns)
         out = torch.full(shape, 77, device=GPU).to(getattr(torch, problem.out_dtype))
         kernel.run(a, weight, aux, out)
         result = kernel.functional(a, weight, aux)  # type: ignore[attr-defined]
         assert result.device == GPU
         assert result.is_contiguous()
         for got in (out, result):
-            unit = reference.UNIT.get(problem.out_dtype, 0.0) * (2.0 if kernel.rounds_product else 1.0)
-            allowed = oracle.unit * oracle.magnitude.double() + 1.01 * unit * oracle.value.double().abs() + 1e-30
+            unit = reference.UNIT.get(problem.out_dtype, 0.0)
+            allowed = bound.unit * bound.magnitude.double() + 1.01 * unit * oracle.value.double().abs() + 1e-30
             if problem.out_dtype == "int32":
                 allowed = torch.zeros_like(allowed)
             if not bool(((got.cpu().double() - oracle.value.double()).abs() <= allowed).all()):

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 
 from gemmtune.backends.aten.cuda_narrow import UpcastRounded
+from gemmtune.backends.base import Rounding
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.workloads import linear_problem, weight_only_problem
 from gemmtune.testing.lapsing import LapsingKernel
 from gemmtune.verify.inputs import make_inputs
 from gemmtune.verify.recheck import CALLS, RacedKernel, recheck
-from gemmtune.verify.verify import allows_rounded_product
+from gemmtune.verify.verify import allowed_rounding
 
 PROBLEM = linear_problem(4, 40, 32, "float32")
 
@@ -50,12 +51,12 @@ def test_correct_kernel_has_no_fault(set_count: int) -> None:
     assert recheck(PROBLEM, [raced_kernel(set_count, CALLS + 1)], 1, time_limit_s=60.0) == {}
 
 
-@pytest.mark.parametrize("rounds_product", [True, False])
-def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(rounds_product: bool) -> None:
+@pytest.mark.parametrize("declares", [True, False])
+def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(declares: bool) -> None:
     """What plain PyTorch runs for int8 weights differs from the oracle by the rounding of the product."""
     problem = weight_only_problem(64, 64, 512)
     kernel = UpcastRounded(problem, Candidate.make("aten", "upcast_rounded"))
-    kernel.rounds_product = rounds_product
+    kernel.rounding = kernel.rounding if declares else None
     operands = [make_inputs(problem, seed) for seed in range(3)]
     sets = [(inputs, inputs.b, torch.empty(64, 64, dtype=torch.bfloat16)) for inputs in operands]
 
@@ -64,11 +65,11 @@ def test_rounding_of_the_product_is_allowed_where_the_kernel_declares_it(rounds_
         kernel.run(inputs.a, weight, (), out)
         return [index]
 
-    assert bool(recheck(problem, [RacedKernel(kernel, call, sets)], 1, time_limit_s=60.0)) is not rounds_product
+    assert bool(recheck(problem, [RacedKernel(kernel, call, sets)], 1, time_limit_s=60.0)) is not declares
 
 
 def test_only_atens_kernels_may_round_the_product() -> None:
     kernel = UpcastRounded(weight_only_problem(64, 64, 512), Candidate.make("aten", "upcast_rounded"))
-    assert allows_rounded_product(kernel)
+    assert allowed_rounding(kernel) == Rounding(0, "bfloat16")
     kernel.candidate = Candidate.make("plugin", "upcast_rounded")
-    assert not allows_rounded_product(kernel)
+    assert allowed_rounding(kernel) is None

@@ -63,6 +63,14 @@ class CaptureFacts(threading.local):
 CAPTURE_FACTS = CaptureFacts()
 
 
+class Rounding(NamedTuple):
+    """A rounding to ``dtype`` of what the first ``steps`` steps of an epilogue return; with 0 steps, of the product
+    (a weight-only one before it is scaled)."""
+
+    steps: int
+    dtype: str
+
+
 class Kernel(ABC):
     """A loaded Artifact: a callable for one Problem that accepts any M (``problem.m`` is the M that it was tuned for).
 
@@ -71,8 +79,8 @@ class Kernel(ABC):
     overlap: whether launches that are captured into a CUDA graph may begin before the preceding kernel ends, if
     ``can_overlap``; set it before the first call. counts_writes: whether ``run`` writes ``out`` through PyTorch's ops,
     which increment the version counter of ``out`` (autograd detects stale saved tensors by this counter); for other
-    kernels dispatch increments it. rounds_product: whether the product is rounded to A's dtype before it is scaled, and
-    the result again. Only what plain PyTorch runs may do so; verification allows for the rounding.
+    kernels dispatch increments it. rounding: a rounding before the last one, for which
+    verification allows. Only what plain PyTorch runs may have one.
     """
 
     candidate: Candidate
@@ -81,7 +89,7 @@ class Kernel(ABC):
     workspace_bytes: int = 0
     overlap: bool = True
     counts_writes: ClassVar[bool] = False
-    rounds_product: bool = False
+    rounding: Rounding | None = None
 
     @property
     def can_overlap(self) -> bool:

@@ -13,11 +13,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import dtype_of
+from ..backends.aten.steps import dtype_of, normalize_rows
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, PackedWeightError, UnsupportedError
+from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.fallback import specialize_fallback
 from ..dispatch.runtime import RUNTIME
@@ -52,23 +53,31 @@ class CallSite:
         self._packed = PackedForms()
         self._runs: dict[int, Run] = {}
         self._generation = -1
+        self._without_norm = None if self.call.problem.norm is None else self._behind_norm()
+
+    def _behind_norm(self) -> CallSite:
+        """Return the CallSite of the product without its norm, for rows that another kernel normalises. It shares the
+        merged and packed weights."""
+        position = self.call.aux_in_parts
+        call = self.call._replace(
+            problem=self.call.problem.without_norm(), aux_in_parts=None if position is None else position - 1
+        )
+        site = CallSite(call.to_json())
+        site._merged, site._scales, site._zero_points = self._merged, self._scales, self._zero_points
+        site._packed = self._packed
+        return site
 
     def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
         """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
 
         a: [M, K], dense unless the Problem names a layout. operands: as ``GraphCall.form`` says, then the epilogue's.
         """
-        if self._generation != RUNTIME.generation:
-            self._runs.clear()
-            self._generation = RUNTIME.generation
         weights, aux = operands[: self._count], operands[self._split :]
         position = self.call.aux_in_parts
         if position is not None:
             whole = self._parts.get(operands[self._count : self._split])
             aux = (*aux[:position], whole, *aux[position:])
-        run = self._runs.get(a.shape[-2])
-        if run is None:
-            run = self._prepare(out, a, weights, aux)
+        run = self._run_for(out, a, weights, aux)
         if not self._inductor_signals:
             run(out, a, weights, aux)
             return
@@ -78,17 +87,49 @@ class CallSite:
         finally:
             CAPTURE_FACTS.inductor_signals = False
 
+    def _run_for(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
+        """Return the function that serves the M of ``a`` now. aux: the epilogue's tensors, one for each step."""
+        if self._generation != RUNTIME.generation:
+            self._runs.clear()
+            self._generation = RUNTIME.generation
+        return self._runs.get(a.shape[-2]) or self._prepare(out, a, weights, aux)
+
     def _prepare(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return the function that serves this M, and remember it unless CUDA graphs are being captured: what serves
         meanwhile are loaded kernels only."""
         problem = self.call.problem.with_m(a.shape[-2])
         if problem.is_empty or not out.numel():
             return self._plain(a, weights, aux)
-        run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
+        if self._without_norm is not None and not self._is_tuned(problem, a.device):
+            run = self._run_behind_norm(self._without_norm)
+        else:
+            run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
         if not devices.is_capturing(a.device):
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
             self._runs[a.shape[-2]] = run
+        return run
+
+    @staticmethod
+    def _is_tuned(problem: Problem, device: torch.device) -> bool:
+        """Whether the store knows what serves a Problem at its own M."""
+        index = RUNTIME.index(device)
+        tuned = index.tuned_plan(problem.plan_key)
+        if tuned is not None and tuned.first <= problem.m <= tuned.last:
+            return True
+        return any(point.m == problem.m for point in index.points(problem.plan_key))
+
+    def _run_behind_norm(self, behind: CallSite) -> Run:
+        """Return a function that normalises the rows by PyTorch's operator, and multiplies them as ``behind`` does:
+        kernels compute the norm of few rows only."""
+        norm = self.call.problem.norm
+        assert norm is not None
+
+        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            CAPTURE_FACTS.inductor_signals = False  # the kernel in front of the product is not Inductor's
+            rows = normalize_rows(a, norm, aux[0])
+            behind._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
+
         return run
 
     def _raw(self, weights: Sequence[Tensor]) -> Any:
@@ -155,7 +196,7 @@ class CallSite:
                 return self._by_packed_kernel(kernel, layout, a, weights, aux)
         return None
 
-    def _kernel_of_layout(self, packed: PackedWeight, problem: Any, device: torch.device) -> Kernel | None:
+    def _kernel_of_layout(self, packed: PackedWeight, problem: Problem, device: torch.device) -> Kernel | None:
         try:
             return RUNTIME.kernel_for(problem, packed, device)
         except PackedWeightError:

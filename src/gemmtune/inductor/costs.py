@@ -144,6 +144,15 @@ def has_own_kernels(problem: Problem, device: torch.device) -> bool:
     return False
 
 
+@functools.lru_cache(maxsize=256)
+def most_rows(problem: Problem, device: torch.device) -> int:
+    """Return the most rows, a power of two up to 1024, for which a backend other than ATen has kernels for a Problem
+    (with a norm, each block normalises all rows); 0 where none has one."""
+    return next(
+        (rows for rows in (2**i for i in range(10, -1, -1)) if has_own_kernels(problem.with_m(rows), device)), 0
+    )
+
+
 def residual_s(problem: Problem, device: torch.device) -> float:
     """Return the seconds that kernels of Inductor's save which read a product's result, if that includes the matrix
     that is added last."""

@@ -6,7 +6,7 @@ import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,7 +21,7 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from ..tuning.tuner import inconclusive_summary
-from .costs import cost_of
+from .costs import cost_of, most_rows
 from .equal_nodes import share_equal_nodes
 from .graph_report import GraphReport, provenance, report_of
 from .hooks import (
@@ -113,38 +113,54 @@ class ProductPass(CustomGraphPass):
 
     def _tune(self, plan: GraphPlan) -> None:
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
-        dynamic = {product.problem(product.fixed).plan_key for product in plan.products if product.is_dynamic}
-        tuned = False
+        dynamic, tuned = plan.dynamic_keys, False
         for device in {device_of(product): None for product in plan.products}:
-            first = self._untuned(plan.first_problems(), device) or self._untuned(plan.other_problems(), device)
-            free = [(p, count) for p, count in first if p.plan_key in dynamic]
-            fixed = [(p, count) for p, count in first if p.plan_key not in dynamic]
-            if free:
-                self._tune_now(free, device, self.options.multi_kernel_hints or "all")
+            first, others = plan.first_problems(), plan.other_problems
+            missing = self._untuned(first, device, dynamic) or self._untuned(others(), device, dynamic)
+            tuned = tuned or bool(missing)
+            free = [(problem, count) for problem, count in missing if problem.plan_key in dynamic]
+            fixed = [(problem, count) for problem, count in missing if problem.plan_key not in dynamic]
+            while free:
+                self._tune_dynamic(free, device)
+                free = self._untuned(_only(others(), dynamic, True), device, dynamic)
             if fixed:
-                others = functools.partial(self._other_problems, plan, device)
-                self._tune_now(fixed, device, None, others)
-            tuned = tuned or bool(first)
+                self._tune_now(fixed, device, None, functools.partial(self._other_problems, plan, device, dynamic))
         if tuned and self.restarts:
             raise TunedMeanwhile
 
-    def _untuned(self, problems: Problems, device: torch.device) -> list[tuple[Problem, int]]:
-        """Return those of a device's Problems that were not tuned, and remember that they were asked for."""
-        missing = [
-            (problem, count)
-            for (ran_on, problem), count in problems.items()
-            if ran_on == device
-            and problem.key not in self.asked
-            and cost_of(problem, device) is None
-            and not _is_decided(problem, device)
-        ]
+    def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device) -> None:
+        """Tune Problems with a symbolic M: for the M of the options, and those with a norm in front for all numbers of
+        rows that kernels normalise."""
+        normed = [(problem, count) for problem, count in problems if problem.norm is not None]
+        others = [(problem, count) for problem, count in problems if problem.norm is None]
+        if others:
+            self._tune_now(others, device, self.options.multi_kernel_hints or "all")
+        for problem, count in normed:
+            self._tune_now([(problem, count)], device, range(1, most_rows(problem, device) + 1))
+
+    def _untuned(self, problems: Problems, device: torch.device, dynamic: Collection[str]) -> list[tuple[Problem, int]]:
+        """Return those of a device's Problems that were not tuned, and remember that they were asked for. dynamic: the
+        plan keys of those that need a plan for a range of M."""
+        index = RUNTIME.index(device)
+        missing = []
+        for (ran_on, problem), count in problems.items():
+            if ran_on != device or problem.key in self.asked:
+                continue
+            if problem.plan_key in dynamic:
+                is_tuned = index.tuned_plan(problem.plan_key) is not None
+            else:
+                is_tuned = cost_of(problem, device) is not None or _is_decided(problem, device)
+            if not is_tuned:
+                missing.append((problem, count))
         self.asked |= {problem.key for problem, _ in missing}
         return missing
 
-    def _other_problems(self, plan: GraphPlan, device: torch.device) -> list[tuple[Problem, int]]:
-        """Return the Problems to tune after the first ones, by the decisions for these."""
+    def _other_problems(
+        self, plan: GraphPlan, device: torch.device, dynamic: Collection[str]
+    ) -> list[tuple[Problem, int]]:
+        """Return the Problems of a fixed M to tune after the first ones, by the decisions for these."""
         RUNTIME.refresh(RUNTIME.store())
-        others = self._untuned(plan.other_problems(), device)
+        others = self._untuned(_only(plan.other_problems(), dynamic, False), device, dynamic)
         if others:
             log.info("tuning %d other problems of the graph", len(others))
         return others
@@ -206,6 +222,11 @@ def decisions_digest() -> str:
         if devices.is_host(device.type) or devices.get(device.type).module.is_available()
     ]
     return hashlib.sha256("|".join(parts).encode()).hexdigest()[:16]
+
+
+def _only(problems: Problems, dynamic: Collection[str], is_dynamic: bool) -> Problems:
+    """Return the Problems that need a plan for a range of M, or the others. dynamic: the plan keys of the former."""
+    return {key: count for key, count in problems.items() if (key[1].plan_key in dynamic) is is_dynamic}
 
 
 def _is_decided(problem: Problem, device: torch.device) -> bool:

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, fx
 
 from .. import fuse
+from ..core.devices import is_host
 from ..core.errors import GemmtuneError
 from ..core.problem import Problem
 from ..fuse import BoundStep
@@ -37,6 +38,11 @@ from .nodes import (
     without_views,
 )
 from .norms import Norm, find_norm
+
+# The M at which the forms of a graph with a symbolic M are compared on a GPU, if the example inputs have no fewer rows:
+# forms differ most for few rows, and at each M kernels serve only where they are faster than PyTorch's operator and a
+# kernel for the steps behind it. So what is tuned does not depend on the first call's M.
+DYNAMIC_M = 16
 
 # A Problem of these arguments: a, b (or what stands for it), the steps.
 Describe = Callable[[Sequence[BoundStep]], Problem]
@@ -86,7 +92,8 @@ class Product:
     def problem(self, length: int, *, normed: bool = False) -> Problem:
         """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype.
 
-        normed: with the norm in front, which the product must have."""
+        normed: with the norm in front, which the product must have. Its M is that of the example inputs; for a constant
+        weight on a GPU whose M is symbolic, ``DYNAMIC_M`` at most."""
         if normed:
             problem = self.problem(length)
             assert self.norm is not None
@@ -95,8 +102,10 @@ class Product:
             value = value_of(self.end(length))
             assert value is not None
             steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
-            problem = self.describe(steps)
-            self._problems[length] = dataclasses.replace(problem, out_dtype=dtype_name(value.dtype))
+            problem = dataclasses.replace(self.describe(steps), out_dtype=dtype_name(value.dtype))
+            if self.is_dynamic and self.form != "matrix" and not is_host(value.device.type):
+                problem = problem.with_m(min(problem.m, DYNAMIC_M))
+            self._problems[length] = problem
         return self._problems[length]
 
     def call(self, length: int, *, normed: bool = False) -> GraphCall:

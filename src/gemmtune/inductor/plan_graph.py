@@ -71,6 +71,13 @@ class _Candidate(NamedTuple):
     problem: Problem
     extent: int
 
+    @property
+    def problems(self) -> tuple[Problem, ...]:
+        """The Problems that must be tuned: with a norm in front and a symbolic M, also the one without the norm, which
+        serves more rows than kernels normalise."""
+        is_free = self.problem.norm is not None and self.products[0].is_dynamic
+        return (self.problem, self.problem.without_norm()) if is_free else (self.problem,)
+
 
 # The extents of a product's forms: alone, with the operations behind it, merged; wide forms come after them.
 _PLAIN, _FUSED, _MERGED = range(3)
@@ -89,6 +96,12 @@ class GraphPlan:
         wide = wide_forms(products, self.groups, lambda product: self._lengths[id(product)] or product.fixed)
         self._wide = list(filter(_is_worthwhile, wide))
         self._candidates = list(self._list_candidates())
+
+    @property
+    def dynamic_keys(self) -> set[str]:
+        """The plan keys of the Problems whose M is symbolic."""
+        dynamic = (candidate for candidate in self._candidates if candidate.products[0].is_dynamic)
+        return {problem.plan_key for candidate in dynamic for problem in candidate.problems}
 
     def first_problems(self) -> Problems:
         """Return the Problems to tune first, by device, with the number of products that they stand for: of the form of
@@ -280,14 +293,15 @@ def _counts(candidates: Iterable[_Candidate]) -> Problems:
     """Return the Problems of forms by device, with the number of forms that have them."""
     counts: Problems = {}
     for candidate in candidates:
-        key = (device_of(candidate.products[0]), candidate.problem)
-        counts[key] = counts.get(key, 0) + 1
+        for problem in candidate.problems:
+            key = (device_of(candidate.products[0]), problem)
+            counts[key] = counts.get(key, 0) + 1
     return counts
 
 
 def _is_assumed(product: Product) -> bool:
     """Whether a time is assumed of a product that was not tuned."""
-    return not product.is_dynamic and assumed_s(product.problem(product.fixed), device_of(product)) is not None
+    return assumed_s(product.problem(product.fixed), device_of(product)) is not None
 
 
 def device_of(product: Product) -> torch.device:

@@ -95,7 +95,7 @@ def _norm_groups(products: Sequence[Product], groups: Sequence[tuple[Product, ..
     """Return the products that alone read the result of a norm: one, or all of a group that could be one product."""
     by_norm: dict[fx.Node, list[Product]] = {}
     for product in products:
-        if product.norm is not None and not product.is_dynamic:
+        if product.norm is not None:
             by_norm.setdefault(product.norm.result, []).append(product)
     mergeable = {frozenset(map(id, group)) for group in groups}
     return [
@@ -109,7 +109,7 @@ def _norm_groups(products: Sequence[Product], groups: Sequence[tuple[Product, ..
 def _gates(group: Sequence[Product]) -> Iterator[WideForm]:
     """Yield the form with a gate of a group of two products: the one whose result passes through an activation is the
     first."""
-    if len(group) != 2 or group[0].is_dynamic:
+    if len(group) != 2:
         return
     for gate, factor in (group, reversed(group)):
         length, kind = _gate_length(gate, factor)

@@ -28,10 +28,10 @@ from .compare import check_elements
 from .inputs import Inputs, allocate, as_bytes, fill_random, logical_shape
 from .oracle import INTEGERS, reference
 from .random_source import RandomSource
-from .reference_cases import product_rounding, select_aux_rows, tolerance_of
+from .reference_cases import select_aux_rows, tolerance_of, with_cast
 from .row_counts import other_row_counts
 from .row_stack import Part, TimeLimit, part_of, parts_of, row_groups
-from .verify import allows_rounded_product
+from .verify import allowed_rounding
 
 CALLS = 30  # largest number of calls of a kernel
 TIME_LIMIT_S = 60e-3  # time limit for the calls of all kernels
@@ -294,11 +294,11 @@ class _Recheck:
             t = select_aux_rows(step, t, rows)
             aux.append(t.index_select(-1, of_b) if step.axis in ("col", "full") else t)
         part = replace(problem, m=rows.numel(), n=of_b.numel())
+        rounding = allowed_rounding(self.raced.kernel)
+        if rounding is not None:
+            part = with_cast(part, rounding)
         oracle = reference(part, _select_indices(inputs.a, -2, rows), _select_columns(inputs.b, of_b), aux)
-        tolerance = tolerance_of(part, oracle)
-        if allows_rounded_product(self.raced.kernel):
-            tolerance = tolerance + product_rounding(problem, oracle.value)
-        return _OutputSample(rows, columns, oracle.value, tolerance)
+        return _OutputSample(rows, columns, oracle.value, tolerance_of(part, oracle))
 
 
 def _compare(problem: Problem, sample: _OutputSample, out: Tensor, parts: Sequence[Part] = ()) -> str:

@@ -11,6 +11,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from ..backends.base import Rounding
 from ..core.devices import CPU
 from ..core.epilogue import Step
 from ..core.problem import Layout, Problem
@@ -36,7 +37,7 @@ from .inputs import (
     make_inputs,
     misaligned_weight,
 )
-from .oracle import INTEGERS, UNIT, Oracle, apply_epilogue, is_large, products
+from .oracle import INTEGERS, UNIT, Oracle, apply_epilogue, is_large, products, reference
 from .random_source import RandomSource
 
 CaseKind = Literal["uniform", "adversarial"]
@@ -104,11 +105,14 @@ class ReferenceCase:
             checksums[name] = cache[id(tensor)] = _checksums(tensor) if checksum is None else checksum
         return replace(self, checksums=checksums)
 
-    def with_rounded_product(self, problem: Problem) -> ReferenceCase:
-        """Return the test case with the tolerance of a kernel that rounds the product to A's dtype, too. For Problems
-        without an epilogue, whose value is the scaled product."""
+    def with_rounding(self, problem: Problem, rounding: Rounding) -> ReferenceCase:
+        """Return the test case with the tolerance of a kernel that has another rounding before the last one."""
         checksums = {name: checksum for name, checksum in self.checksums.items() if name != _TOLERANCES}
-        tolerance = self.tolerance + product_rounding(problem, self.value)
+        if not problem.epilogue:
+            tolerance = self.tolerance + UNIT[rounding.dtype] * self.value.abs().float()
+        else:
+            cast, inputs = with_cast(problem.with_m(self.m), rounding), self.inputs
+            tolerance = tolerance_of(cast, reference(cast, inputs.a, inputs.b, inputs.aux))
         return replace(self, tolerance=tolerance, checksums=checksums)
 
     def _guarded_tensors(self) -> dict[str, Tensor]:
@@ -124,10 +128,11 @@ class ReferenceCase:
         return named | {"the oracle's values": self.value, _TOLERANCES: self.tolerance}
 
 
-def product_rounding(problem: Problem, value: Tensor) -> Tensor:
-    """Return how far results may be from ``value``, float32 of its shape, since a kernel rounds the product to A's
-    dtype. For Problems without an epilogue."""
-    return UNIT[problem.a.dtype] * value.abs().float()
+def with_cast(problem: Problem, rounding: Rounding) -> Problem:
+    """Return the Problem with a rounding as a step. Its oracle has the same value and a larger tolerance."""
+    steps = problem.epilogue
+    cast = Step("cast", dtype=rounding.dtype)
+    return replace(problem, epilogue=(*steps[: rounding.steps], cast, *steps[rounding.steps :]))
 
 
 def make_reference_cases(problem: Problem, seed: int, *, device: torch.device = CPU) -> tuple[ReferenceCase, ...]:

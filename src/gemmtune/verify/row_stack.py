@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..backends.base import Rounding
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.devices import is_host
@@ -243,19 +244,21 @@ class RowCountVerifier:
         self._device = cases[0].inputs.a.device
         self._kept: dict[tuple[int, ...], RowStack] = {}
 
-    def verify(self, run: Run, candidate: Candidate, time_limit_s: float, *, rounds_product: bool = False) -> Verdict:
+    def verify(
+        self, run: Run, candidate: Candidate, time_limit_s: float, *, rounding: Rounding | None = None
+    ) -> Verdict:
         """Return the Verdict of a kernel at the M of ``other_row_counts``, which begin with the likeliest to fail.
 
-        time_limit_s: seconds for the calls and comparisons after the first call. rounds_product: as
-        ``verify`` takes it. Exceptions of ``run`` are propagated.
+        time_limit_s: seconds for the calls and comparisons after the first call. rounding: as ``verify``
+        takes it. Exceptions of ``run`` are propagated.
         """
         worst, time_limit = 0.0, TimeLimit(time_limit_s)
         for counts in row_groups(self._problem, other_row_counts(self._problem, candidate), self._device):
             if time_limit.over():
                 break
             stack = self._stack(counts) if len(counts) > 1 else None
-            if stack is None or rounds_product:  # at each M by itself: there are few such kernels
-                verdict = self._verify_one_by_one(run, counts, rounds_product)
+            if stack is None or rounding is not None:  # at each M by itself: there are few such kernels
+                verdict = self._verify_one_by_one(run, counts, rounding)
                 time_limit.start()
             else:
                 verdict = self._verify_stack(run, stack, time_limit)
@@ -289,13 +292,13 @@ class RowCountVerifier:
         text = f"{finding} (M = {', '.join(map(str, counts))} one after another; not so when called again)"
         return Verdict("unstable", text, min(worst, 1e30))
 
-    def _verify_one_by_one(self, run: Run, counts: Sequence[int], rounds_product: bool = False) -> Verdict:
+    def _verify_one_by_one(self, run: Run, counts: Sequence[int], rounding: Rounding | None = None) -> Verdict:
         worst = 0.0
         for m in counts:
             case = case_for_rows(self._problem, self._cases, m)
             if case is None:
                 continue
-            verdict = verify(run, self._problem, (case,), 0.0, rounds_product=rounds_product)
+            verdict = verify(run, self._problem, (case,), 0.0, rounding=rounding)
             if not verdict.ok:
                 return verdict
             worst = max(worst, verdict.worst)

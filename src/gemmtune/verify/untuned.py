@@ -16,7 +16,7 @@ from ..core.problem import Problem
 from ..core.torch_compat import DisableTorchFunction
 from .inputs import Inputs
 from .reference_cases import case_for_rows, make_reference_cases
-from .verify import allows_rounded_product, verify
+from .verify import allowed_rounding, verify
 
 # M of the test cases, and other M, whose test cases reuse their rows and results. K, N, dtypes and the epilogue are the
 # Problem's.
@@ -50,11 +50,11 @@ def _verify(kernel: Kernel, problem: Problem, device: torch.device) -> Verdict:
         kernel.run(inputs.a, weight, inputs.aux, out)
 
     cases = make_reference_cases(problem, _SEED, device=device)
-    worst = verify(run, problem, cases, _PATIENCE_S, rounds_product=allows_rounded_product(kernel))
+    worst = verify(run, problem, cases, _PATIENCE_S, rounding=allowed_rounding(kernel))
     for m in _OTHER_M:
         case = case_for_rows(problem, cases, m)
         if not worst.ok or case is None:
             break
-        other = verify(run, problem, (case,), _PATIENCE_S, rounds_product=allows_rounded_product(kernel))
+        other = verify(run, problem, (case,), _PATIENCE_S, rounding=allowed_rounding(kernel))
         worst = max(worst, other, key=lambda verdict: (not verdict.ok, verdict.worst))
     return worst

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..backends.base import Kernel
+from ..backends.base import Kernel, Rounding
 from ..core.decision import Verdict
 from ..core.problem import Problem, bits
 from .compare import compare
@@ -30,9 +30,9 @@ _MAX_RUNS = 10  # data races that show in one run of three are missed once in 40
 RUNS_DIFFER = "repeated runs differ within the bound"
 
 
-def allows_rounded_product(kernel: Kernel) -> bool:
-    """Whether verification allows for the rounding of a kernel's product: that of ATen's kernels that declare it."""
-    return kernel.rounds_product and kernel.candidate.backend == "aten"
+def allowed_rounding(kernel: Kernel) -> Rounding | None:
+    """Return the rounding before the last one for which verification allows: that of ATen's kernels that declare it."""
+    return kernel.rounding if kernel.candidate.backend == "aten" else None
 
 
 def verify(
@@ -41,13 +41,13 @@ def verify(
     cases: Sequence[ReferenceCase],
     time_limit_s: float = 0.1,
     *,
-    rounds_product: bool = False,
+    rounding: Rounding | None = None,
 ) -> Verdict:
     """Run a kernel on every test case and return the Verdict: exact, within_bound, wrong or unstable.
 
     run: ``run(inputs, out)`` executes the kernel; exceptions that it raises are propagated. cases: the test cases,
     whose M may differ from the Problem's. time_limit_s: seconds for repeated runs on the first test case.
-    rounds_product: as ``allows_rounded_product`` returns it for the kernel.
+    rounding: as ``allowed_rounding`` returns it for the kernel.
 
     The kernel runs at least twice on the first test case, and up to ten times within ``time_limit_s``; on each other
     test case it runs once, or twice when the output dtype is an integer type. The Verdict's ``detail`` says where the
@@ -55,8 +55,8 @@ def verify(
     gave equal bits."""
     if not cases:
         raise ValueError("verify needs at least one case; make them with make_reference_cases(problem, seed)")
-    if rounds_product:
-        cases = [case.with_rounded_product(problem) for case in cases]
+    if rounding is not None:
+        cases = [case.with_rounding(problem, rounding) for case in cases]
     worst, repeated = 0.0, ""
     for index, case in enumerate(cases):
         min_runs = 2 if index == 0 or problem.out_dtype in INTEGERS else 1

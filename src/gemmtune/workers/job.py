@@ -33,7 +33,7 @@ from ..verify.inputs import Inputs, operand_bytes
 from ..verify.recheck import recheck
 from ..verify.reference_cases import ReferenceCase, case_for_rows, make_reference_cases
 from ..verify.row_stack import RowCountVerifier
-from ..verify.verify import Run, allows_rounded_product, guarded, verify
+from ..verify.verify import Run, allowed_rounding, guarded, verify
 from .limits import limit_memory
 from .orphans import kill_descendants
 from .protocol import (
@@ -255,7 +255,7 @@ class ProblemSession:
             rows_verdict = self._guarded_verdict(
                 kernel,
                 lambda run: self._get_other_rows().verify(
-                    run, candidate, _ROWS_PATIENCE_S, rounds_product=allows_rounded_product(kernel)
+                    run, candidate, _ROWS_PATIENCE_S, rounding=allowed_rounding(kernel)
                 ),
             )
             remaining_verdict = (
@@ -393,9 +393,7 @@ class ProblemSession:
     ) -> Verdict:
         return self._guarded_verdict(
             kernel,
-            lambda run: verify(
-                run, self.problem, test_cases, time_limit_s, rounds_product=allows_rounded_product(kernel)
-            ),
+            lambda run: verify(run, self.problem, test_cases, time_limit_s, rounding=allowed_rounding(kernel)),
         )
 
     def _guarded_verdict(self, kernel: Kernel, check: Callable[[Run], Verdict]) -> Verdict:

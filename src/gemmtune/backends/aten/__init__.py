@@ -20,12 +20,13 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Artifact, Availability, Backend, Kernel
-from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
+from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmRounded, MmWide
 from .cuda_narrow import (
     Int4PackCuda,
     IntMmPadded,
     IntMmPaddedOnce,
     ScaledMmPadded,
+    ScaledMmRounded,
     ScaledMmWide,
     Upcast,
     UpcastOnce,
@@ -37,9 +38,9 @@ from .norm import NormThen
 from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized
 
 _BUILTIN: tuple[type[AtenKernel], ...] = (
-    Mm, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed, BmmWide,
-    IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, Int8Pack, Int4Pack,
-    Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
+    Mm, MmRounded, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed,
+    BmmWide, IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, Int8Pack,
+    Int4Pack, Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmRounded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
 )  # fmt: skip
 _BY_NAME: dict[str, type[AtenKernel]] = {template.template: template for template in _BUILTIN}
 

@@ -4,16 +4,20 @@ too."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...core.candidate import Scalar
+from ...core.candidate import Candidate, Scalar
+from ...core.epilogue import Epilogue, Step
 from ...core.problem import Problem
 from ...core.target import Target
 from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ...core.weights import PackedWeight, QuantWeight
+from ..base import Rounding
+from ..triton.pointwise import pointwise_of
 from .cuda_dense import padded_packed_weight
 from .cuda_rules import (
     HALVES,
@@ -26,7 +30,7 @@ from .dense import PADDED
 from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, why_not_packable
 from .padding import int_product, scaled_product, why_int_sizes_unsupported, wide_mm
 from .quantized import IntMm, ScaledMm, aligned, clone_raw, nibbles, quantized_packed_weight, scaled_operands
-from .steps import dtype_of
+from .steps import apply_steps, dtype_of
 
 
 class IntMmPadded(SlicedKernel):
@@ -119,33 +123,45 @@ class Upcast(AtenKernel):
 
 class UpcastRounded(Upcast):
     """The formulation that users write today: the product is rounded to the activations' dtype, then scaled. It moves a
-    third of the bytes of ``Upcast``'s results (8192x1024, M = 4231: 127 us and 140, H100)."""
+    third of the bytes of ``Upcast``'s results (8192x1024, M = 4231: 127 us and 140, H100). One kernel scales and
+    computes the steps of the epilogue."""
 
     template = "upcast_rounded"
     accumulator = ""
-    rounds_product = True
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__(problem, candidate)
+        assert problem.b.quant is not None
+        self.rounding = Rounding(0, problem.a.dtype)
+        scale = Step("scale", "col", problem.b.quant.scale_dtype)
+        self._scaled_steps = pointwise_of((scale, *problem.epilogue), problem.a.dtype, problem.out_dtype)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        if problem.epilogue or problem.b.dtype != "int8" or {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
+        if problem.b.dtype != "int8" or {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
             # The product of float16 may overflow although the scaled one is finite.
-            return "what plain PyTorch runs for int8 weights, bfloat16 activations and no epilogue"
+            return "what plain PyTorch runs for int8 weights and bfloat16 activations"
         return super().why_unsupported(problem, config)
 
     @classmethod
     def runs_as_pytorch(cls, problem: Problem) -> bool:
         return cls.is_fallback
 
+    @classmethod
+    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
+        return problem.epilogue, ""
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        acc: Tensor = torch.mm(a, levels(b, a.dtype)) * b.scale
-        return acc
+        product = torch.mm(a, levels(b, a.dtype))
+        scaled: Tensor = product.float() * b.scale if self.remaining else product * b.scale
+        return scaled
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        if b.scale.dtype == out.dtype:
-            product = self._without_reduced_precision(a, torch.mm, a, levels(b, a.dtype))
+        product = self._without_reduced_precision(a, torch.mm, a, levels(b, a.dtype))
+        if not self.remaining and b.scale.dtype == out.dtype:
             torch.mul(product, b.scale, out=out)
-        else:
-            super().run(a, b, aux, out)
+        elif self._scaled_steps is None or not self._scaled_steps.run(product, (b.scale, *aux), out):
+            out.copy_(apply_steps(product.float() * b.scale, self.remaining, aux))
 
 
 def levels(b: QuantWeight, dtype: torch.dtype) -> Tensor:
@@ -245,6 +261,42 @@ class ScaledMmPadded(SlicedKernel, ScaledMm):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         scale_a, scale_b, bias = scaled_operands(self.problem, aux)
         return scaled_product(a, b, scale_a, scale_b, bias, self.out_dtype)
+
+
+class ScaledMmRounded(ScaledMm):
+    """``torch._scaled_mm`` with its scales and bias into bfloat16, then the other steps by one kernel: what
+    ``torch.compile`` makes of the same operations."""
+
+    template = "scaled_mm_rounded"
+    device_types = ("cuda",)
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__(problem, candidate)
+        self.rounding = Rounding(self.fused.steps, problem.out_dtype)
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if len(problem.epilogue) <= cls.fused_prefix(problem).steps:
+            return "torch._scaled_mm computes all"
+        if problem.out_dtype != "bfloat16":  # results of float16 may overflow before the last steps
+            return "what torch.compile runs for bfloat16 results"
+        return super().why_unsupported(scaled_alone(problem), config)
+
+    @classmethod
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        return super().why_unsupported_on_cuda(scaled_alone(problem), config, target)
+
+    @classmethod
+    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
+        return problem.epilogue[cls.fused_prefix(problem).steps :], ""
+
+    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return super().product(a, b, aux[: self.fused.tensors])
+
+
+def scaled_alone(problem: Problem) -> Problem:
+    """Return the Problem of fp8 operands without the steps behind the scales and the bias of ``_scaled_mm``."""
+    return replace(problem, epilogue=problem.epilogue[: ScaledMm.fused_prefix(problem).steps])
 
 
 class ScaledMmWide(AtenKernel):

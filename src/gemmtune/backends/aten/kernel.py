@@ -18,6 +18,7 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Kernel
+from ..triton.pointwise import pointwise_of
 from .fusion import Fused, remaining_epilogue
 from .steps import apply_steps, dtype_of, round_to_dtype
 
@@ -55,10 +56,11 @@ class AtenKernel(Kernel):
         if reason:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
         self.fused = self.fused_prefix(problem)
-        remaining, reason = remaining_epilogue(problem, self.product_dtype(problem), self.fused)
+        remaining, reason = self.remaining_steps(problem)
         if remaining is None:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
         self.remaining: Epilogue = remaining
+        self._pointwise = pointwise_of(remaining, self.product_dtype(problem), problem.out_dtype)
         self.out_dtype = dtype_of(problem.out_dtype)
         self._reduction_flag = _REDUCTION_FLAGS.get(problem.a.dtype)
         self.packing = self.layout(problem, config)
@@ -94,7 +96,7 @@ class AtenKernel(Kernel):
             if getattr(torch_compat, name) is None:
                 return f"torch {torch.__version__} has no operator _{name}"
         reason = cls.why_unsupported(problem, config)
-        return reason or remaining_epilogue(problem, cls.product_dtype(problem), cls.fused_prefix(problem))[1]
+        return reason or cls.remaining_steps(problem)[1]
 
     @classmethod
     def runs_as_pytorch(cls, problem: Problem) -> bool:
@@ -111,6 +113,11 @@ class AtenKernel(Kernel):
     def fused_prefix(cls, problem: Problem) -> Fused:
         """Return the part of the epilogue that the op computes itself."""
         return Fused()
+
+    @classmethod
+    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
+        """Return the steps behind the op, or None and the reason why they cannot follow it."""
+        return remaining_epilogue(problem, cls.product_dtype(problem), cls.fused_prefix(problem))
 
     @classmethod
     def layout(cls, problem: Problem, config: Mapping[str, Scalar]) -> str | None:
@@ -154,19 +161,26 @@ class AtenKernel(Kernel):
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         """Return the result in a new tensor."""
-        return round_to_dtype(self._before_rounding(a, b, aux), self.out_dtype)
+        return round_to_dtype(self._before_rounding(self._product(a, b, aux), aux), self.out_dtype)
 
-    def _before_rounding(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+    def _product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc: Tensor = self._without_reduced_precision(a, self.product, a, b, aux)
+        return acc
+
+    def _before_rounding(self, acc: Tensor, aux: Sequence[Tensor]) -> Tensor:
+        """Return what the remaining steps make of the product."""
         if not self.remaining and acc.dtype == self.out_dtype:
             return acc
         wide = acc if self.product_dtype(self.problem) in ("float64", "int32") else acc.float()
         return apply_steps(wide, self.remaining, aux[self.fused.tensors :])
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
+        acc = self._product(a, b, aux)
+        if self._pointwise is not None and self._pointwise.run(acc, aux[self.fused.tensors :], out):
+            return
         # ``copy_`` rounds while it copies, as ``functional`` rounds into its new tensor: a race must not charge this
         # variant for one more pass over the output.
-        result = self._before_rounding(a, b, aux)
+        result = self._before_rounding(acc, aux)
         out.copy_(result if self.out_dtype in _COPY_ROUNDS_TO else round_to_dtype(result, self.out_dtype))
 
 
@@ -184,7 +198,7 @@ class OutVariantKernel(AtenKernel):
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         if self.remaining or dtype_of(self.product_dtype(self.problem)) != self.out_dtype:
-            out.copy_(self.functional(a, b, aux))
+            super().run(a, b, aux, out)
         else:
             self._without_reduced_precision(a, self.product_out, a, b, aux, out)
 

@@ -27,7 +27,8 @@ class NormThen(Kernel):
         assert norm is not None
         self.problem, self.candidate, self.packing = problem, product.candidate, product.packing
         self.workspace_bytes = product.workspace_bytes + problem.m * problem.k * bits(problem.a.dtype) // 8
-        self.rounds_product = product.rounds_product
+        rounding = product.rounding  # behind the norm, which is the first step
+        self.rounding = None if rounding is None else rounding._replace(steps=rounding.steps + 1)
         self._norm, self._product = norm, product
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:

@@ -13,7 +13,7 @@ from ...core.target import Target
 MAX_STEPS = 5
 HALVES = ("bfloat16", "float16")
 FP8 = ("float8_e4m3fn", "float8_e5m2")
-_TENSOR_DTYPES = ("float32", "bfloat16", "float16", "int32")
+EPILOGUE_DTYPES = ("float32", "bfloat16", "float16", "int32")
 INDEX_LIMIT = 2**31 - 2**10  # of rows, columns, K and tiles: kernels count in 32 bits, up to one tile beyond the last
 OFFSET_LIMIT = 2**31  # elements: Triton kernels have 32-bit offsets within a tile
 MAX_BATCH = 65535  # CUDA's and HIP's limit of a grid's second dimension, which counts batches
@@ -78,7 +78,7 @@ def _why_epilogue_unsupported(problem: Problem) -> str:
     if len(steps) > MAX_STEPS:
         return f"at most {MAX_STEPS} steps of epilogue; got {len(steps)}"
     for step in steps:
-        if step.takes_tensor and step.dtype not in _TENSOR_DTYPES:
+        if step.takes_tensor and step.dtype not in EPILOGUE_DTYPES:
             return f"no epilogue tensors of {step.dtype}"
         if step.kind == "cast" and step.dtype not in ("bfloat16", "float16", "float32"):
             return f"no cast to {step.dtype} within the epilogue"

@@ -1,0 +1,103 @@
+"""The steps of an epilogue behind a product of PyTorch's, by one Triton kernel on a GPU, as ``torch.compile`` has them.
+
+By ATen's operators each step is a kernel of its own that reads and writes a float32 matrix.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import torch
+from torch import Tensor
+
+from ...core.epilogue import GATES, Epilogue
+from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
+from .compiler import triton_version, why_unusable
+
+log = logging.getLogger("gemmtune")
+
+_FLOATS = ("float32", "bfloat16", "float16")
+_ELEMENTS = 1024  # of a program: 8 for each thread of 4 warps, which it loads by 16 bytes in two bytes' dtypes
+_MOST_COLUMNS = 65535 * _ELEMENTS  # by the limit of a grid's second dimension
+
+
+class Pointwise:
+    """A kernel that computes steps from a matrix, for matrices of any number of rows. Made by ``pointwise_of``."""
+
+    _broken: ClassVar[bool] = False  # Triton could not compile or launch a kernel in this process
+
+    def __init__(self, steps: Epilogue) -> None:
+        gate = GATES[steps[-1].kind] if steps and steps[-1].kind in GATES else ""
+        self._steps = steps[:-1] if gate else steps
+        self._launched = False
+        self._constants: dict[str, Any] = {"GATE": gate}
+        for index in range(MAX_STEPS):
+            step = self._steps[index] if index < len(self._steps) else None
+            values = zip(("KIND", "AXIS", "VALUE", "LO", "HI"), step_constants(step), strict=True)
+            self._constants |= {f"{name}{index}": value for name, value in values}
+
+    def run(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> bool:
+        """Compute the steps from ``acc`` [M, N] into ``out`` [M, N] ([M, N / 2] for a gate) on the current GPU and
+        stream, and return True. aux: the steps' tensors.
+
+        Returns False, and does nothing, for matrices that it does not take (on a CPU, or with rows that are not dense),
+        where Triton is missing or failed, and while a CUDA graph is captured before the first call.
+        """
+        matrices = (acc, out, *(t for t in aux if t.dim() == 2))
+        if Pointwise._broken or not acc.is_cuda or any(t.dim() != 2 or t.stride(1) != 1 for t in matrices):
+            return False
+        if not out.numel() or out.shape[1] > _MOST_COLUMNS:
+            return False
+        if not self._launched and (why_unusable(triton_version()) or torch.cuda.is_current_stream_capturing()):
+            return False
+        try:
+            self.launch(acc, aux, out)
+        except Exception as error:  # Triton's compiler has no exception class of its own
+            Pointwise._broken = True
+            log.warning("Triton cannot run the steps behind PyTorch's products (%s): ATen's operators do", error)
+            return False
+        self._launched = True
+        return True
+
+    def launch(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
+        """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
+        from .pointwise_kernel import pointwise
+
+        m, n = out.shape
+        columns = min(_ELEMENTS, 1 << max(4, (n - 1).bit_length()))
+        rows = _ELEMENTS // columns
+        tensors, leads = self._arguments(aux)
+        pointwise[(-(-m // rows), -(-n // columns))](
+            acc, out, *tensors, m, n, acc.stride(0), out.stride(0), *leads,
+            ROWS=rows, COLUMNS=columns, num_warps=4, **self._constants,
+        )  # fmt: skip
+
+    def _arguments(self, aux: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
+        """Return the tensor of each step, and its leading dimension."""
+        remaining = iter(aux)
+        tensors: list[Tensor | None] = [None] * MAX_STEPS
+        leads = [0] * MAX_STEPS
+        for index, step in enumerate(self._steps):
+            if step.takes_tensor:
+                tensor = next(remaining)
+                tensors[index] = tensor
+                leads[index] = tensor.stride(0) if step.axis == "full" else 0
+        return tensors, leads
+
+
+def pointwise_of(steps: Epilogue, acc_dtype: str, out_dtype: str) -> Pointwise | None:
+    """Return a kernel of ``steps`` from a matrix of ``acc_dtype`` to one of ``out_dtype``; None where there is none
+    that computes what ATen's operators compute (``aten/steps.py``), or no step."""
+    own = steps[:-1] if steps and steps[-1].kind in GATES else steps
+    if not steps or len(own) > MAX_STEPS or out_dtype not in _FLOATS:
+        return None
+    if acc_dtype not in (*_FLOATS, "int32") or (acc_dtype == "int32" and own and stays_integer(own[0])):
+        return None
+    for step in own:
+        if step.takes_tensor and step.dtype not in EPILOGUE_DTYPES:
+            return None
+        if step.kind == "rms_norm" or (step.kind == "cast" and step.dtype not in _FLOATS):
+            return None
+    return Pointwise(steps)
