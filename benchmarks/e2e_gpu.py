@@ -188,7 +188,6 @@ class Contestant:
 
     def __init__(self, name: str, model: Decoder) -> None:
         self.name, self.seconds = name, 0.0
-        self._model = model  # a graph holds addresses, not tensors
         self._run = contestant(name, model)
 
     def step(self, tokens: Tensor, at: Tensor) -> Step:
@@ -212,6 +211,7 @@ class Step:
 
     def __init__(self, name: str, run: Callable[[], Tensor], device: str) -> None:
         self.name = name
+        self._run = run  # it keeps the model: a graph holds addresses, not tensors
         self._graph: torch.cuda.CUDAGraph | None = None
         if device == "cpu":
             self.call: Callable[[], object] = run

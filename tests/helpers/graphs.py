@@ -7,9 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import fx
+from torch import Tensor, fx
 from torch._inductor.decomposition import select_decomp_table
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
 from gemmtune.inductor import graph_pass, plan_graph
 from gemmtune.inductor.costs import Cost
@@ -23,6 +25,22 @@ def trace(function: Callable[..., Any], *args: Any) -> fx.GraphModule:
     functional = torch.func.functionalize(function)
     with torch.no_grad():
         module = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="fake")(*args)
+    module.graph.eliminate_dead_code()
+    return module
+
+
+def trace_dynamic(function: Callable[..., Any], rows: Tensor, *args: Any) -> fx.GraphModule:
+    """Return a function's functional graph in decomposed operators, in which the first dimension of the first argument
+    is symbolic."""
+    mode = FakeTensorMode(shape_env=ShapeEnv(), static_shapes=False)
+    sizes = [DimDynamic.DYNAMIC, *([DimDynamic.STATIC] * (rows.dim() - 1))]
+    fakes = [mode.from_tensor(rows, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))]
+    for arg in args:
+        static = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.STATIC] * arg.dim())
+        fakes.append(mode.from_tensor(arg, symbolic_context=static))
+    functional = torch.func.functionalize(function)
+    with torch.no_grad(), mode:
+        module = make_fx(functional, decomposition_table=select_decomp_table(), tracing_mode="real")(*fakes)
     module.graph.eliminate_dead_code()
     return module
 

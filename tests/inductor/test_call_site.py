@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
+import msgspec
 import pytest
 import torch
+import torch.nn.functional as F
 
-from gemmtune.inductor.call_site import write_result
+from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Problem
+from gemmtune.core.tuned_plan import PlanInterval
+from gemmtune.core.workloads import linear_problem
+from gemmtune.dispatch.runtime import RUNTIME, current_target
+from gemmtune.inductor.call_site import CallSite, write_result
+from gemmtune.inductor.graph_call import GraphCall
+from gemmtune.store import MemoryStore
+from helpers.factories import make_legal_plan
+
+TARGET = current_target()
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -27,3 +41,33 @@ def test_result_is_copied_into_a_part_of_a_buffer_and_into_another_layout() -> N
     write_result(out, torch.arange(12.0).view(4, 3).t())
     assert out.data_ptr() == address
     assert torch.equal(out, torch.arange(12.0).view(4, 3).t())
+
+
+@pytest.mark.parametrize("steps", [(Step("silu"),), (Step("swiglu"),)], ids=lambda steps: steps[0].kind)
+def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
+    steps: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of the product with them serves its M, and the plan of the product without them the others."""
+    norm = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(norm, *steps))
+    alone = problem.without_norm().without_gate()
+    own_store.put_plan(TARGET, make_legal_plan(problem, TARGET))  # for M from 1 to 64
+    plan = make_legal_plan(alone, TARGET)
+    intervals = {"": (PlanInterval(1, 128, plan.kernels[0].id),)}
+    own_store.put_plan(TARGET, msgspec.structs.replace(plan, last=128, intervals=intervals))
+    RUNTIME.refresh(own_store)
+    asked: list[Problem] = []
+    monkeypatch.setattr(RUNTIME, "kernel_for", lambda problem, *_: asked.append(problem))
+    site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json())
+    x, gain = torch.randn(200, 64).bfloat16(), torch.rand(64).bfloat16()
+    first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))
+    for m in (64, 65, 128, 65, 200):
+        rows, out = x[:m], torch.empty(m, problem.columns, dtype=torch.bfloat16)
+        site(rows, first, second, gain, out=out)
+        a, b = (F.linear(F.rms_norm(rows, (64,), gain, 1e-5), w).float() for w in (first, second))
+        expected = F.silu(a) * b if steps[0].kind == "swiglu" else F.silu(torch.cat([a, b], 1))
+        torch.testing.assert_close(out, expected.bfloat16())
+    assert [(p.m, p.epilogue) for p in asked] == [
+        (64, problem.epilogue), (65, alone.epilogue), (128, alone.epilogue), (200, problem.epilogue),
+    ]  # fmt: skip
+    assert first.data_ptr() + first.nbytes == second.data_ptr()  # the call sites read one merged matrix

@@ -20,7 +20,7 @@ from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.graph_report import GraphReport
 from gemmtune.inductor.options import Options
-from helpers.graphs import prefer, run_pass, trace
+from helpers.graphs import prefer, run_pass, trace, trace_dynamic
 
 BF16 = torch.bfloat16
 GENERATOR = torch.Generator().manual_seed(0)  # operands that are equal in every run
@@ -309,6 +309,23 @@ def test_two_products_and_the_gate_between_them_are_one(
         node.target in (torch.ops.aten.mul.Tensor, torch.ops.aten.rsqrt.default) for node in module.graph.nodes
     )
     assert_same(module, block, *args)
+
+
+@pytest.mark.parametrize("name", GATES)
+def test_norm_and_gate_of_a_graph_for_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+    activation, kind = GATES[name]
+
+    def block(x: Tensor, first: Tensor, second: Tensor, down: Tensor, gain: Tensor) -> Tensor:
+        h = model_norm(x, gain)
+        return x + F.linear(activation(F.linear(h, first)) * F.linear(h, second), down)
+
+    weights = (W, U, DOWN, GAIN)
+    module = trace_dynamic(block, X, *weights)
+    products = run_pass(monkeypatch, module, constants=range(1, 5))
+    assert [steps_of(node) for node in products] == [["rms_norm", kind], ["add"]]
+    for rows in (X[:2], X, torch.randn(70, 64, generator=GENERATOR).bfloat16()):
+        assert_same(module, block, rows, *weights)
 
 
 def test_report_names_the_nodes_of_norms_and_gates(monkeypatch: pytest.MonkeyPatch) -> None:

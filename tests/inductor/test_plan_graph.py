@@ -19,7 +19,7 @@ from gemmtune.inductor.matching import find_products
 from gemmtune.inductor.options import Options
 from gemmtune.inductor.plan_graph import GraphPlan, Problems
 from gemmtune.store import MemoryStore
-from helpers.graphs import trace
+from helpers.graphs import trace, trace_dynamic
 
 CPU = torch.device("cpu")
 X, W, U, DOWN = (torch.randn(*shape).bfloat16() for shape in ((3, 64), (48, 64), (48, 64), (64, 48)))
@@ -184,3 +184,27 @@ def test_problems_that_a_busy_machine_left_undecided_are_tuned_once_more(
     assert rounds[1:] == ([] if undecided is None else [rounds[0][:1]])
     warned = [record.message for record in caplog.records if "inconclusive" in record.message]
     assert len(warned) == int(undecided is None or busy_rounds == 2)
+
+
+@pytest.mark.parametrize(("gate_rows", "behind_norm"), [(1024, ("swiglu",)), (32, ())])
+def test_symbolic_rows_are_tuned_for_a_range(
+    gate_rows: int,
+    behind_norm: tuple[str, ...],
+    decided: dict[tuple[str, ...], float],
+    own_store: MemoryStore,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A norm and a gate for as many rows as kernels compute them; the plan of a product without them serves others."""
+    rounds: list[tuple[Any, Any]] = []
+
+    def tune(problems: Any, *_: Any, m: Any, **__: Any) -> list[Any]:
+        decided[GATES] = 1.9  # and nothing of the residual
+        rounds.append((kinds(problems), m))
+        return []
+
+    monkeypatch.setattr(graph_pass, "tune_on_device", tune)
+    monkeypatch.setattr(plan_graph, "most_rows", lambda problem, device: 32 if problem.norm else gate_rows)
+    monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
+    ProductPass(Options())(trace_dynamic(block, X, W, U, DOWN, GAIN).graph)
+    widest = {(64, RESIDUAL), (96, behind_norm)}
+    assert rounds == [(widest, "all"), ({(96, GATES)}, range(1, 33)), ({(64, ())}, "all")]

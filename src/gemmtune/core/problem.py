@@ -214,6 +214,10 @@ class Problem:
         """Return the Problem of the normalised A; this Problem where no step normalises it."""
         return self if self.norm is None else replace(self, epilogue=self.epilogue[1:])
 
+    def without_gate(self) -> Problem:
+        """Return the Problem of both halves of the columns; this Problem where no step multiplies them."""
+        return self if self.gate is None else replace(self, epilogue=self.epilogue[:-1])
+
     @property
     def is_batched(self) -> bool:
         """Whether A, B and the output begin with a batch dimension."""

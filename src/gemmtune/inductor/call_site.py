@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import dtype_of, normalize_rows
+from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows
 from ..backends.base import CAPTURE_FACTS, Kernel
+from ..backends.triton.pointwise import pointwise_of
 from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, PackedWeightError, UnsupportedError
@@ -38,34 +39,27 @@ Run = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 class CallSite:
     """A product in a compiled graph.
 
-    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. Raises
-    ValueError for a malformed text.
+    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. shared: another
+    CallSite of the same weights, whose merged and packed forms this one uses. Raises ValueError for a malformed text.
     """
 
-    def __init__(self, text: str, inductor_signals: bool = False) -> None:
+    def __init__(self, text: str, inductor_signals: bool = False, shared: CallSite | None = None) -> None:
         self.call = GraphCall.from_json(text)
         self._inductor_signals = inductor_signals and self.call.problem.b.constant
         self._count = self.call.weight_count
         self._split = self._count + self.call.part_count
-        self._merged = MergedWeights(movable=self.call.form != "matrix")
         self._parts = MergedWeights(movable=False)
-        self._scales, self._zero_points = _scales_of(self.call), _scales_of(self.call)
-        self._packed = PackedForms()
+        if shared is None:
+            self._merged = MergedWeights(movable=self.call.form != "matrix")
+            self._scales, self._zero_points = _scales_of(self.call), _scales_of(self.call)
+            self._packed = PackedForms()
+        else:
+            self._merged, self._packed = shared._merged, shared._packed
+            self._scales, self._zero_points = shared._scales, shared._zero_points
         self._runs: dict[int, Run] = {}
         self._generation = -1
-        self._without_norm = None if self.call.problem.norm is None else self._behind_norm()
-
-    def _behind_norm(self) -> CallSite:
-        """Return the CallSite of the product without its norm, for rows that another kernel normalises. It shares the
-        merged and packed weights."""
-        position = self.call.aux_in_parts
-        call = self.call._replace(
-            problem=self.call.problem.without_norm(), aux_in_parts=None if position is None else position - 1
-        )
-        site = CallSite(call.to_json())
-        site._merged, site._scales, site._zero_points = self._merged, self._scales, self._zero_points
-        site._packed = self._packed
-        return site
+        simpler = self.call.simpler
+        self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
 
     def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
         """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
@@ -100,8 +94,8 @@ class CallSite:
         problem = self.call.problem.with_m(a.shape[-2])
         if problem.is_empty or not out.numel():
             return self._plain(a, weights, aux)
-        if self._without_norm is not None and not self._is_tuned(problem, a.device):
-            run = self._run_behind_norm(self._without_norm)
+        if self._simpler is not None and self._serving(a) is not self:
+            run = self._run_simpler(self._simpler)
         else:
             run = self._packed_run(a, weights, aux) or self._raw_run(a, weights, aux)
         if not devices.is_capturing(a.device):
@@ -110,27 +104,37 @@ class CallSite:
             self._runs[a.shape[-2]] = run
         return run
 
-    @staticmethod
-    def _is_tuned(problem: Problem, device: torch.device) -> bool:
-        """Whether the store knows what serves a Problem at its own M."""
-        index = RUNTIME.index(device)
-        tuned = index.tuned_plan(problem.plan_key)
-        if tuned is not None and tuned.first <= problem.m <= tuned.last:
-            return True
-        return any(point.m == problem.m for point in index.points(problem.plan_key))
+    def _serving(self, a: Tensor) -> CallSite:
+        """Return the CallSite whose decisions serve ``a``: this one, or a simpler one where the store knows nothing of
+        so many rows with the norm, or with the gate."""
+        site: CallSite | None = self
+        while site is not None:
+            if _is_tuned(site.call.problem.with_m(a.shape[-2]), a.device):
+                return site
+            site = site._simpler
+        return self
 
-    def _run_behind_norm(self, behind: CallSite) -> Run:
-        """Return a function that normalises the rows by PyTorch's operator, and multiplies them as ``behind`` does:
-        kernels compute the norm of few rows only."""
-        norm = self.call.problem.norm
-        assert norm is not None
+    def _run_simpler(self, simpler: CallSite) -> Run:
+        """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate
+        behind it: kernels of products compute these for few rows only."""
+        norm, gate = self.call.problem.norm, self.call.problem.gate
+        dtype, columns = self.call.problem.out_dtype, self.call.problem.n
+        multiply_halves = None if gate is None else pointwise_of((gate,), dtype, dtype)
 
-        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+        def behind_norm(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            assert norm is not None
             CAPTURE_FACTS.inductor_signals = False  # the kernel in front of the product is not Inductor's
             rows = normalize_rows(a, norm, aux[0])
-            behind._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
+            simpler._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
 
-        return run
+        def before_gate(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            assert gate is not None
+            both = out.new_empty(a.shape[0], columns)
+            simpler._run_for(both, a, weights, aux)(both, a, weights, aux)
+            if multiply_halves is None or not multiply_halves.run(both, (), out):
+                out.copy_(apply_steps(both.float(), (gate,), ()))
+
+        return before_gate if norm is None else behind_norm
 
     def _raw(self, weights: Sequence[Tensor]) -> Any:
         """Return b of the weights as they are, merged where there are several. ``int4pack``: the operands."""
@@ -311,6 +315,15 @@ class CallSite:
         operands = zip(weights[:parts], weights[parts:], strict=True)
         products = [int4pack.multiply(a, packed, group, scales_and_zeros) for packed, scales_and_zeros in operands]
         return products[0] if parts == 1 else torch.cat(products, 1)
+
+
+def _is_tuned(problem: Problem, device: torch.device) -> bool:
+    """Whether the store knows what serves a Problem at its own M."""
+    index = RUNTIME.index(device)
+    tuned = index.tuned_plan(problem.plan_key)
+    if tuned is not None and tuned.first <= problem.m <= tuned.last:
+        return True
+    return any(point.m == problem.m for point in index.points(problem.plan_key))
 
 
 def int4pack_arguments(

@@ -43,6 +43,9 @@ _WIDER = ("aten:cast/", "aten:dequant/")
 _COPIES = ("aten:row", "aten:col", "aten:pad16")
 
 
+MOST_ROWS = 1024  # where there are kernels for so many rows, there are kernels for any number
+
+
 class Cost(NamedTuple):
     """seconds: of one call. beats_torch: whether a kernel serves that is faster than PyTorch's own op beyond the
     noise. kernel: the id of what serves; empty for PyTorch's own op."""
@@ -146,11 +149,10 @@ def has_own_kernels(problem: Problem, device: torch.device) -> bool:
 
 @functools.lru_cache(maxsize=256)
 def most_rows(problem: Problem, device: torch.device) -> int:
-    """Return the most rows, a power of two up to 1024, for which a backend other than ATen has kernels for a Problem
-    (with a norm, each block normalises all rows); 0 where none has one."""
-    return next(
-        (rows for rows in (2**i for i in range(10, -1, -1)) if has_own_kernels(problem.with_m(rows), device)), 0
-    )
+    """Return the most rows, a power of two up to ``MOST_ROWS``, for which a backend other than ATen has kernels for a
+    Problem (with a norm, each block normalises all rows); 0 where none has one."""
+    sizes = [2**i for i in range(MOST_ROWS.bit_length())]
+    return next((rows for rows in reversed(sizes) if has_own_kernels(problem.with_m(rows), device)), 0)
 
 
 def residual_s(problem: Problem, device: torch.device) -> float:

@@ -53,6 +53,16 @@ class GraphCall(NamedTuple):
         """The number of operands that make up the epilogue's tensor that comes in parts; 0 if none does."""
         return 0 if self.aux_in_parts is None else len(self.parts)
 
+    @property
+    def simpler(self) -> GraphCall | None:
+        """The call without the norm in front of the product, or else without the gate behind it; None with neither."""
+        problem, position = self.problem, self.aux_in_parts
+        if problem.norm is not None:  # whose weight is the first of the epilogue's tensors
+            return self._replace(
+                problem=problem.without_norm(), aux_in_parts=None if position is None else position - 1
+            )
+        return None if problem.gate is None else self._replace(problem=problem.without_gate())
+
     def to_json(self) -> str:
         """Return the text of which ``from_json`` makes an equal GraphCall."""
         return json.dumps({**self._asdict(), "problem": self.problem.to_dict()}, separators=(",", ":"))

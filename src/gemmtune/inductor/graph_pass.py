@@ -21,7 +21,7 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import tune_on_device
 from ..tuning.sizes import Sizes
 from ..tuning.tuner import inconclusive_summary
-from .costs import cost_of, most_rows
+from .costs import MOST_ROWS, cost_of
 from .equal_nodes import share_equal_nodes
 from .graph_report import GraphReport, provenance, report_of
 from .hooks import (
@@ -38,7 +38,7 @@ from .matching import Product, find_products
 from .nodes import EXTERN, aten, is_call, is_view
 from .operator import product as product_op
 from .options import Options
-from .plan_graph import Form, GraphPlan, Problems, device_of
+from .plan_graph import Form, GraphPlan, Problems, device_of, problems_by_rows
 
 if TYPE_CHECKING:
     from ..tuning.worker_pool import WorkerPool
@@ -129,14 +129,15 @@ class ProductPass(CustomGraphPass):
             raise TunedMeanwhile
 
     def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device) -> None:
-        """Tune Problems with a symbolic M: for the M of the options, and those with a norm in front for all numbers of
-        rows that kernels normalise."""
-        normed = [(problem, count) for problem, count in problems if problem.norm is not None]
-        others = [(problem, count) for problem, count in problems if problem.norm is None]
-        if others:
-            self._tune_now(others, device, self.options.multi_kernel_hints or "all")
-        for problem, count in normed:
-            self._tune_now([(problem, count)], device, range(1, most_rows(problem, device) + 1))
+        """Tune Problems with a symbolic M for the M of the options; those with a norm or a gate that kernels compute
+        for few rows only, for these."""
+        by_rows: dict[int, list[tuple[Problem, int]]] = {}
+        for problem, count in problems:
+            _, rows = problems_by_rows(problem, device)[0]
+            by_rows.setdefault(rows, []).append((problem, count))
+        every_m: Sizes = self.options.multi_kernel_hints or "all"
+        for rows, listed in sorted(by_rows.items(), reverse=True):
+            self._tune_now(listed, device, every_m if rows >= MOST_ROWS else range(1, rows + 1))
 
     def _untuned(self, problems: Problems, device: torch.device, dynamic: Collection[str]) -> list[tuple[Problem, int]]:
         """Return those of a device's Problems that were not tuned, and remember that they were asked for. dynamic: the

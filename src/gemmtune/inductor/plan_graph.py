@@ -22,7 +22,18 @@ from torch import fx
 
 from ..core.devices import is_host
 from ..core.problem import Problem
-from .costs import Cost, assumed_s, cost_of, gate_read_s, has_own_kernels, norm_s, pointwise_s, residual_s
+from .costs import (
+    MOST_ROWS,
+    Cost,
+    assumed_s,
+    cost_of,
+    gate_read_s,
+    has_own_kernels,
+    most_rows,
+    norm_s,
+    pointwise_s,
+    residual_s,
+)
 from .graph_call import GraphCall
 from .matching import Product
 from .merging import merge_groups, merged_call
@@ -73,10 +84,11 @@ class _Candidate(NamedTuple):
 
     @property
     def problems(self) -> tuple[Problem, ...]:
-        """The Problems that must be tuned: with a norm in front and a symbolic M, also the one without the norm, which
-        serves more rows than kernels normalise."""
-        is_free = self.problem.norm is not None and self.products[0].is_dynamic
-        return (self.problem, self.problem.without_norm()) if is_free else (self.problem,)
+        """The Problems that must be tuned: with a symbolic M also those without the norm, or without the gate, for more
+        rows than kernels of products compute these for."""
+        if not self.products[0].is_dynamic:
+            return (self.problem,)
+        return tuple(problem for problem, _ in problems_by_rows(self.problem, device_of(self.products[0])))
 
 
 # The extents of a product's forms: alone, with the operations behind it, merged; wide forms come after them.
@@ -297,6 +309,17 @@ def _counts(candidates: Iterable[_Candidate]) -> Problems:
             key = (device_of(candidate.products[0]), problem)
             counts[key] = counts.get(key, 0) + 1
     return counts
+
+
+def problems_by_rows(problem: Problem, device: torch.device) -> list[tuple[Problem, int]]:
+    """Return the Problems that serve a Problem at all M, each with the most rows for which there are kernels of it
+    (``MOST_ROWS``: any number): the Problem itself; then, for more rows, without its norm, and without its gate."""
+    result: list[tuple[Problem, int]] = []
+    for each in dict.fromkeys((problem, problem.without_norm(), problem.without_norm().without_gate())):
+        rows = most_rows(each, device) if each.norm or each.gate else MOST_ROWS
+        if rows > (result[-1][1] if result else 0):
+            result.append((each, rows))
+    return result
 
 
 def _is_assumed(product: Product) -> bool:
