@@ -79,8 +79,8 @@ class Kernel(ABC):
     overlap: whether launches that are captured into a CUDA graph may begin before the preceding kernel ends, if
     ``can_overlap``; set it before the first call. counts_writes: whether ``run`` writes ``out`` through PyTorch's ops,
     which increment the version counter of ``out`` (autograd detects stale saved tensors by this counter); for other
-    kernels dispatch increments it. rounding: a rounding before the last one, for which
-    verification allows. Only what plain PyTorch runs may have one.
+    kernels dispatch increments it. rounding: a rounding before the last one, for which verification allows; only what
+    plain PyTorch runs may have one.
     """
 
     candidate: Candidate

@@ -238,7 +238,7 @@ class SlicedKernel(AtenKernel):
         return super().functional(a, b, aux).contiguous()
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        out.copy_(super().functional(a, b, aux))
+        AtenKernel.run(self, a, b, aux, out)
 
 
 def require_layout(b: Any, layout: str) -> PackedWeight:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from ...core.epilogue import GATES, Epilogue
+from ...core.torch_compat import increment_version
 from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
 from .compiler import triton_version, why_unusable
 
@@ -59,6 +60,7 @@ class Pointwise:
             log.warning("Triton cannot run the steps behind PyTorch's products (%s): ATen's operators do", error)
             return False
         self._launched = True
+        increment_version((out,))  # as PyTorch's operators do: autograd detects stale saved tensors by it
         return True
 
     def launch(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
