@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
 from gemmtune.backends.base import Artifact, Kernel, Rounding
 from gemmtune.core.candidate import Candidate, Illegal
-from gemmtune.core.epilogue import Step
+from gemmtune.core.epilogue import Step, epilogue_key
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.weights import QuantWeight
@@ -42,12 +43,14 @@ def load(problem: Problem, name: str) -> Kernel:
     return ATEN.load(Artifact(legal_candidates(problem)[name], ""), problem)
 
 
+def run_kernel(kernel: Kernel, inputs: Inputs, out: torch.Tensor) -> None:
+    kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
+
+
 def check(problem: Problem, kernel: Kernel) -> None:
     """Verify the kernel on CPU operands. Assert that the functional variant of a padded one returns a dense tensor."""
 
-    def run(inputs: Inputs, out: torch.Tensor) -> None:
-        kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
-
+    run = partial(run_kernel, kernel)
     verdict = verify(run, problem, make_reference_cases(problem, 1), rounding=kernel.rounding)
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
     if "_pad" in kernel.candidate.template:
@@ -127,6 +130,56 @@ def test_addmm_activation_is_legal_for_a_bias_and_an_activation_only() -> None:
         "rounds to bfloat16"
         in illegal_reasons(with_steps(base, BIAS, Step("relu"), Step("mul", "full", "bfloat16")))["aten/addmm_act"]
     )
+
+
+NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+RESIDUAL = Step("add", "full", "bfloat16")
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        (Step("gelu"),), (BIAS, Step("silu"), Step("mul", "full", "bfloat16")), (Step("swiglu"),),
+        (NORM, Step("geglu")), (NORM, BIAS, Step("gelu_tanh"), RESIDUAL), (Step("scale", "col", "float32"), RESIDUAL),
+    ],
+    ids=epilogue_key,
+)  # fmt: skip
+@pytest.mark.parametrize("m", [1, 20])
+def test_steps_behind_a_rounded_product_are_right_but_for_its_rounding(steps: tuple[Step, ...], m: int) -> None:
+    base = with_steps(linear_problem(m, 48, 64, "bfloat16"), *steps)
+    kernel = load(base, "aten/mm_rounded")
+    check(base, kernel)
+    before = steps.index(BIAS) + 1 if BIAS in steps else int(NORM in steps)
+    assert kernel.rounding == Rounding(before, "bfloat16")
+    cases = make_reference_cases(base, 0)
+    verifier = RowCountVerifier(base, cases)
+    run = partial(run_kernel, kernel)
+    assert verifier.verify(run, kernel.candidate, 5.0, rounding=kernel.rounding).ok
+    if NORM not in steps:  # whose bound is wider
+        assert verify(run, base, cases, 0.0).kind == "wrong"
+    assert is_fallback("mm_rounded", base)
+    if NORM not in steps and "scale" not in steps[0].kind:
+        weight_only = with_steps(weight_only_problem(m, 48, 64), *steps)
+        kernel = load(weight_only, "aten/upcast_rounded")
+        assert kernel.rounding == Rounding(0, "bfloat16")
+        check(weight_only, kernel)
+
+
+def test_rounded_product_of_fp8_has_its_scales_and_bias_in_the_product() -> None:
+    base = fp8_problem(20, 48, 64, rowwise=False)
+    for steps in ((Step("swiglu"),), (RESIDUAL,), (BIAS, Step("silu"))):
+        problem = replace(base, epilogue=(*base.epilogue, *steps))
+        kernel = load(problem, "aten/scaled_mm_rounded")
+        assert kernel.rounding == Rounding(3 if BIAS in steps else 2, "bfloat16")
+        check(problem, kernel)
+    assert "computes all" in illegal_reasons(base)["aten/scaled_mm_rounded"]
+
+
+def test_rounded_products_are_for_bfloat16_and_steps_that_addmm_does_not_compute() -> None:
+    assert "addmm computes all" in illegal_reasons(linear_problem(4, 8, 8, "bfloat16", bias=True))["aten/mm_rounded"]
+    half = with_steps(linear_problem(4, 8, 8, "float16"), Step("gelu"))
+    assert "bfloat16 operands" in illegal_reasons(half)["aten/mm_rounded"]
+    assert ATEN.default_candidate(with_steps(BFLOAT16, Step("swiglu")), H200).id == "aten/mm_rounded"
 
 
 @pytest.mark.parametrize(("n", "k"), [(23, 48), (24, 47), (9, 7), (1, 1)])

@@ -11,6 +11,7 @@ import torch
 from torch import fx
 
 from ..core.errors import GemmtuneError
+from ..core.problem import Problem
 from ..core.workloads import label
 from ..dispatch.runtime import RUNTIME, current_target
 from .costs import Cost, cost_of
@@ -99,7 +100,7 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     if form is None:
         problem = product.problem(product.fixed)
         return ProductReport(
-            _nodes(product, product.fixed), label(problem), problem.key, "inductor",
+            _nodes(product, product.fixed), _label(product, problem), problem.key, "inductor",
             reason=_why_not_served(product, cost_of(problem, device)),
         )  # fmt: skip
     problem, cost = form.call.problem, cost_of(form.call.problem, device)
@@ -107,10 +108,15 @@ def _report(product: Product, form: Form | None) -> ProductReport:
     kernel = "" if cost is None else cost.kernel
     length = form.length if product is form.products[0] else product.fixed
     return ProductReport(
-        _nodes(product, length, normed=form.normed), label(problem), problem.key, name, kernel, form.seconds,
+        _nodes(product, length, normed=form.normed), _label(product, problem), problem.key, name, kernel, form.seconds,
         _ratio(problem.key, kernel, device, RUNTIME.generation) if product.torch_s is None else None,
         normed=form.normed, gated=form.gated,
     )  # fmt: skip
+
+
+def _label(product: Product, problem: Problem) -> str:
+    """Return a Problem in short. Where M is symbolic, the times of a report are those at the Problem's M."""
+    return f"{label(problem)} (and all other M)" if product.is_dynamic else label(problem)
 
 
 def _nodes(product: Product, length: int, *, normed: bool = False) -> tuple[str, ...]:
