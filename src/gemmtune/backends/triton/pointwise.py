@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
+from ...core.devices import is_capturing
 from ...core.epilogue import GATES, Epilogue
 from ...core.torch_compat import increment_version
 from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
@@ -40,7 +41,7 @@ class Pointwise:
             self._constants |= {f"{name}{index}": value for name, value in values}
 
     def run(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> bool:
-        """Compute the steps from ``acc`` [M, N] into ``out`` [M, N] ([M, N / 2] for a gate) on the current GPU and
+        """Compute the steps from ``acc`` [M, N] into ``out`` [M, N] ([M, N / 2] for a gate) on their GPU's current
         stream, and return True. aux: the steps' tensors.
 
         Returns False, and does nothing, for matrices that it does not take (on a CPU, or with rows that are not dense),
@@ -51,10 +52,14 @@ class Pointwise:
             return False
         if not out.numel() or out.shape[1] > _MOST_COLUMNS:
             return False
-        if not self._launched and (why_unusable(triton_version()) or torch.cuda.is_current_stream_capturing()):
+        if not self._launched and (why_unusable(triton_version()) or is_capturing(acc.device)):
             return False
         try:
-            self.launch(acc, aux, out)
+            if acc.get_device() == torch.cuda.current_device():
+                self.launch(acc, aux, out)
+            else:  # Triton launches on the current one
+                with torch.cuda.device(acc.device):
+                    self.launch(acc, aux, out)
         except Exception as error:  # Triton's compiler has no exception class of its own
             Pointwise._broken = True
             log.warning("Triton cannot run the steps behind PyTorch's products (%s): ATen's operators do", error)
