@@ -118,6 +118,24 @@ def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], row
 
 
 @pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
+def test_one_graph_serves_all_rows(make: Callable[[nn.Linear], nn.Module]) -> None:
+    """With norms and gates inside of products for few rows, and beside them for many."""
+    model, graphs = make_model(make), torch._dynamo.utils.counters["stats"]
+    wide, before = copy.deepcopy(model).float(), graphs["unique_graphs"]
+    options = {"budget": 1.0, "store": MemoryStore()}
+    compiled = gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options)
+    with torch.no_grad():
+        for rows in (20, 2, 40, 300):
+            x = torch.randn(rows, WIDTH, device="cuda", dtype=torch.bfloat16)
+            torch._dynamo.mark_dynamic(x, 0)
+            expected = wide(x.float())
+            for _ in range(2):
+                error = (compiled(x).float() - expected).norm() / expected.norm()
+                assert error < 2e-2, rows
+    assert graphs["unique_graphs"] == before + 1
+
+
+@pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
 def test_products_that_compute_norms_and_gates(
     make: Callable[[nn.Linear], nn.Module], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
