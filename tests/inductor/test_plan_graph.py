@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gemmtune.core.problem import Problem
-from gemmtune.inductor import graph_pass, plan_graph
+from gemmtune.inductor import graph_pass, matching, plan_graph
 from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
-from gemmtune.inductor.matching import find_products
+from gemmtune.inductor.matching import DYNAMIC_M, find_products
 from gemmtune.inductor.options import Options
 from gemmtune.inductor.plan_graph import GraphPlan, Problems
 from gemmtune.store import MemoryStore
@@ -38,6 +38,11 @@ GATES, RESIDUAL = ("rms_norm", "swiglu"), ("add",)  # the forms of the block tha
 def traced() -> Any:
     """Return the graph of ``block``, whose inputs after the first are constant."""
     return trace(block, X, W, U, DOWN, GAIN).graph
+
+
+def dynamic_trace() -> Any:
+    """Return ``block`` with a symbolic number of rows, 3 in the first call."""
+    return trace_dynamic(block, X, W, U, DOWN, GAIN)
 
 
 def plan() -> GraphPlan:
@@ -75,6 +80,17 @@ def decided(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], float]:
     monkeypatch.setattr(graph_pass, "cost_of", cost)
     monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: 1.0)
     return seconds
+
+
+def test_symbolic_rows_are_those_of_the_first_call_on_a_cpu_and_always_the_same_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for host, rows in ((True, 3), (False, DYNAMIC_M)):
+        monkeypatch.setattr(matching, "is_host", lambda kind, host=host: host)
+        for traced_graph, expected in ((trace(block, X, W, U, DOWN, GAIN), 3), (dynamic_trace(), rows)):
+            graph = traced_graph.graph
+            products, _ = find_products(graph, frozenset(list(graph.nodes)[1:5]), emulate=False)
+            assert {product.problem(product.fixed).m for product in products} == {expected}
 
 
 def test_widest_forms_come_first(decided: dict[tuple[str, ...], float]) -> None:
@@ -205,6 +221,6 @@ def test_symbolic_rows_are_tuned_for_a_range(
     monkeypatch.setattr(graph_pass, "tune_on_device", tune)
     monkeypatch.setattr(plan_graph, "most_rows", lambda problem, device: 32 if problem.norm else gate_rows)
     monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[1:5]))
-    ProductPass(Options())(trace_dynamic(block, X, W, U, DOWN, GAIN).graph)
+    ProductPass(Options())(dynamic_trace().graph)
     widest = {(64, RESIDUAL), (96, behind_norm)}
     assert rounds == [(widest, "all"), ({(96, GATES)}, range(1, 33)), ({(64, ())}, "all")]

@@ -39,9 +39,9 @@ from .nodes import (
 )
 from .norms import Norm, find_norm
 
-# The M at which the forms of a graph with a symbolic M are compared on a GPU, if the example inputs have no fewer rows:
-# forms differ most for few rows, and at each M kernels serve only where they are faster than PyTorch's operator and a
-# kernel for the steps behind it. So what is tuned does not depend on the first call's M.
+# The M at which the forms of a graph with a symbolic M are compared on a GPU: forms differ most for few rows, and at each
+# M kernels serve only where they are faster than PyTorch's operator and a kernel for the steps behind it. So what is
+# tuned does not depend on the first call's M.
 DYNAMIC_M = 16
 
 # A Problem of these arguments: a, b (or what stands for it), the steps.
@@ -92,8 +92,8 @@ class Product:
     def problem(self, length: int, *, normed: bool = False) -> Problem:
         """Return the Problem with the first ``length`` operations of the chain, whose result has their dtype.
 
-        normed: with the norm in front, which the product must have. Its M is that of the example inputs; for a constant
-        weight on a GPU whose M is symbolic, ``DYNAMIC_M`` at most."""
+        normed: with the norm in front, which the product must have. Its M is that of the example inputs; ``DYNAMIC_M``
+        for a constant weight on a GPU where M is symbolic."""
         if normed:
             problem = self.problem(length)
             assert self.norm is not None
@@ -104,7 +104,7 @@ class Product:
             steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
             problem = dataclasses.replace(self.describe(steps), out_dtype=dtype_name(value.dtype))
             if self.is_dynamic and self.form != "matrix" and not is_host(value.device.type):
-                problem = problem.with_m(min(problem.m, DYNAMIC_M))
+                problem = problem.with_m(DYNAMIC_M)
             self._problems[length] = problem
         return self._problems[length]
 
