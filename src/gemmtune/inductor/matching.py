@@ -39,9 +39,9 @@ from .nodes import (
 )
 from .norms import Norm, find_norm
 
-# The M at which the forms of a graph with a symbolic M are compared on a GPU: forms differ most for few rows, and at each
-# M kernels serve only where they are faster than PyTorch's operator and a kernel for the steps behind it. So what is
-# tuned does not depend on the first call's M.
+# The M at which the forms of a graph with a symbolic M are compared on a GPU: forms differ most for few rows, and at
+# each M kernels serve only where they are faster than PyTorch's operator and a kernel for the steps behind it. So what
+# is tuned does not depend on the first call's M.
 DYNAMIC_M = 16
 
 # A Problem of these arguments: a, b (or what stands for it), the steps.
@@ -103,9 +103,7 @@ class Product:
             assert value is not None
             steps = [step for link in self.chain[self.fixed : length] for step in link.steps]
             problem = dataclasses.replace(self.describe(steps), out_dtype=dtype_name(value.dtype))
-            if self.is_dynamic and self.form != "matrix" and not is_host(value.device.type):
-                problem = problem.with_m(DYNAMIC_M)
-            self._problems[length] = problem
+            self._problems[length] = problem if self.form == "matrix" else _with_compared_m(problem, self.rows, value)
         return self._problems[length]
 
     def call(self, length: int, *, normed: bool = False) -> GraphCall:
@@ -123,6 +121,13 @@ class Product:
     def end(self, length: int) -> fx.Node:
         """Return the node whose value the product with the first ``length`` operations has."""
         return self.chain[length - 1].node if length else self.node
+
+
+def _with_compared_m(problem: Problem, rows: Any, value: Tensor) -> Problem:
+    """Return the Problem of a constant weight with the M at which its forms are compared. rows: M in the graph. value:
+    the result's fake tensor."""
+    is_free = is_dynamic([rows]) and not is_host(value.device.type)
+    return problem.with_m(DYNAMIC_M) if is_free else problem
 
 
 class NoProblemError(ValueError):
@@ -396,9 +401,8 @@ def _int4pack_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_product(x, weight, list(steps), constant=True).problem
 
-    operator = functools.partial(
-        operator_s, describe([]), tuple(data.shape), data.dtype, scales.dtype, value.device
-    )  # fmt: skip
+    timed = _with_compared_m(describe([]), value.shape[0], value)
+    operator = functools.partial(operator_s, timed, tuple(data.shape), data.dtype, scales.dtype, value.device)
     operands = (packed, scales_and_zeros)
     return Product(
         node, a, operands, "int4pack", describe, value.shape[0], n, rounds_weight=True, torch_s=operator
