@@ -13,9 +13,10 @@ import gemmtune
 from gemmtune.core.problem import Quant
 from gemmtune.core.torch_compat import weight_int4pack_mm_for_cpu
 from gemmtune.core.workloads import weight_only_problem
-from gemmtune.inductor import matching
+from gemmtune.inductor import int4pack_time, matching
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.inductor.int4pack_time import operator_s
+from gemmtune.ops.int4pack import multiply
 from gemmtune.store import MemoryStore
 from helpers.graphs import prefer, run_pass, trace
 from helpers.int4pack import GROUP, Int4Linear, Int4Weight, int4_weight
@@ -97,12 +98,21 @@ def test_faster_operator_stays(torch_s: float | None, served: bool, monkeypatch:
     }
 
 
-def test_operator_is_timed() -> None:
-    problems = [weight_only_problem(m, 1024, 1024, bits=4, group=128) for m in (1, 64)]
-    one, many = (operator_s(p, (1024, 512), torch.uint8, torch.bfloat16, torch.device("cpu")) for p in problems)
-    assert one is not None
-    assert many is not None
-    assert 0.0 < one < many < 1.0
+def test_operator_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    multiplied: list[tuple[int, ...]] = []
+
+    def count(a: torch.Tensor, *operands: Any) -> torch.Tensor:
+        multiplied.append(tuple(a.shape))
+        return multiply(a, *operands)
+
+    monkeypatch.setattr(int4pack_time, "multiply", count)
+    for m in (2, 63):  # that no other test asks for, since times are remembered
+        problem = weight_only_problem(m, 1024, 1024, bits=4, group=128)
+        seconds = operator_s(problem, (1024, 512), torch.uint8, torch.bfloat16, torch.device("cpu"))
+        assert seconds is not None
+        assert 0.0 < seconds < 1.0
+        assert set(multiplied) == {(m, 1024)}
+        multiplied.clear()
 
 
 @pytest.mark.usefixtures("torch_s")
