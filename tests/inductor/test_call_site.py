@@ -19,8 +19,6 @@ from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
 from helpers.factories import make_legal_plan
 
-TARGET = current_target()
-
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
 def test_result_is_taken_over_by_a_buffer_with_memory_of_its_own(mode: type[torch.no_grad]) -> None:
@@ -48,13 +46,13 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
     steps: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of the product with them serves its M, and the plan of the product without them the others."""
-    norm = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+    norm, target = Step("rms_norm", "inner", "bfloat16", value=1e-5), current_target()
     problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(norm, *steps))
     alone = problem.without_norm().without_gate()
-    own_store.put_plan(TARGET, make_legal_plan(problem, TARGET))  # for M from 1 to 64
-    plan = make_legal_plan(alone, TARGET)
+    own_store.put_plan(target, make_legal_plan(problem, target))  # for M from 1 to 64
+    plan = make_legal_plan(alone, target)
     intervals = {"": (PlanInterval(1, 128, plan.kernels[0].id),)}
-    own_store.put_plan(TARGET, msgspec.structs.replace(plan, last=128, intervals=intervals))
+    own_store.put_plan(target, msgspec.structs.replace(plan, last=128, intervals=intervals))
     RUNTIME.refresh(own_store)
     asked: list[Problem] = []
     monkeypatch.setattr(RUNTIME, "kernel_for", lambda problem, *_: asked.append(problem))
