@@ -17,7 +17,6 @@ from ...core.target import Target
 from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Rounding
-from ..triton.pointwise import pointwise_of
 from .cuda_dense import padded_packed_weight
 from .cuda_rules import (
     HALVES,
@@ -27,7 +26,7 @@ from .cuda_rules import (
     why_scales_unsupported,
 )
 from .dense import PADDED
-from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, why_not_packable
+from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, steps_kernel, why_not_packable
 from .padding import int_product, scaled_product, why_int_sizes_unsupported, wide_mm
 from .quantized import IntMm, ScaledMm, aligned, clone_raw, nibbles, quantized_packed_weight, scaled_operands
 from .steps import apply_steps, dtype_of
@@ -134,7 +133,7 @@ class UpcastRounded(Upcast):
         assert problem.b.quant is not None
         self.rounding = Rounding(0, problem.a.dtype)
         scale = Step("scale", "col", problem.b.quant.scale_dtype)
-        self._scaled_steps = pointwise_of((scale, *problem.epilogue), problem.a.dtype, problem.out_dtype)
+        self._scaled_steps = steps_kernel((scale, *problem.epilogue), problem.a.dtype, problem.out_dtype)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,9 +18,11 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Kernel
-from ..triton.pointwise import pointwise_of
 from .fusion import Fused, remaining_epilogue
 from .steps import apply_steps, dtype_of, round_to_dtype
+
+if TYPE_CHECKING:
+    from ..triton.pointwise import Pointwise
 
 _CUBLAS = torch.backends.cuda.matmul
 _REDUCTION_FLAGS = {
@@ -60,7 +62,7 @@ class AtenKernel(Kernel):
         if remaining is None:
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
         self.remaining: Epilogue = remaining
-        self._pointwise = pointwise_of(remaining, self.product_dtype(problem), problem.out_dtype)
+        self._pointwise = steps_kernel(remaining, self.product_dtype(problem), problem.out_dtype)
         self.out_dtype = dtype_of(problem.out_dtype)
         self._reduction_flag = _REDUCTION_FLAGS.get(problem.a.dtype)
         self.packing = self.layout(problem, config)
@@ -182,6 +184,16 @@ class AtenKernel(Kernel):
         # variant for one more pass over the output.
         result = self._before_rounding(acc, aux)
         out.copy_(result if self.out_dtype in _COPY_ROUNDS_TO else round_to_dtype(result, self.out_dtype))
+
+
+def steps_kernel(steps: Epilogue, acc_dtype: str, out_dtype: str) -> Pointwise | None:
+    """Return ``triton.pointwise.pointwise_of`` of the same arguments; None without steps. It is imported when a kernel
+    needs it: the Triton backend's modules take time that ``import gemmtune`` must not."""
+    if not steps:
+        return None
+    from ..triton.pointwise import pointwise_of
+
+    return pointwise_of(steps, acc_dtype, out_dtype)
 
 
 class OutVariantKernel(AtenKernel):
