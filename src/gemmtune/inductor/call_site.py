@@ -107,9 +107,10 @@ class CallSite:
     def _serving(self, a: Tensor) -> CallSite:
         """Return the CallSite whose decisions serve ``a``: this one, or a simpler one where the store knows nothing of
         so many rows with the norm, or with the gate."""
+        index = RUNTIME.index(a.device)
         site: CallSite | None = self
         while site is not None:
-            if _is_tuned(site.call.problem.with_m(a.shape[-2]), a.device):
+            if index.has_near(site.call.problem.with_m(a.shape[-2]), 1):  # this M itself, or a range that contains it
                 return site
             site = site._simpler
         return self
@@ -315,15 +316,6 @@ class CallSite:
         operands = zip(weights[:parts], weights[parts:], strict=True)
         products = [int4pack.multiply(a, packed, group, scales_and_zeros) for packed, scales_and_zeros in operands]
         return products[0] if parts == 1 else torch.cat(products, 1)
-
-
-def _is_tuned(problem: Problem, device: torch.device) -> bool:
-    """Whether the store knows what serves a Problem at its own M."""
-    index = RUNTIME.index(device)
-    tuned = index.tuned_plan(problem.plan_key)
-    if tuned is not None and tuned.first <= problem.m <= tuned.last:
-        return True
-    return any(point.m == problem.m for point in index.points(problem.plan_key))
 
 
 def int4pack_arguments(
