@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from gemmtune.backends.triton import pointwise
+from gemmtune.backends.triton import small_kernel
 from gemmtune.backends.triton.pointwise import Pointwise, pointwise_of
+from gemmtune.backends.triton.small_kernel import SmallKernel
 from gemmtune.core.epilogue import Step
 
 SWIGLU, RELU = Step("swiglu"), Step("relu")
@@ -27,9 +28,9 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of outputs in place of launches."""
     made: list[tuple[int, ...]] = []
     monkeypatch.setattr(Pointwise, "launch", lambda self, acc, aux, out: made.append(tuple(out.shape)))
-    monkeypatch.setattr(Pointwise, "_broken", False)
+    monkeypatch.setattr(SmallKernel, "_broken", False)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the number of a tensor on the CPU
-    monkeypatch.setattr(pointwise, "triton_version", lambda: "3.6.0")
+    monkeypatch.setattr(small_kernel, "triton_version", lambda: "3.6.0")
     return made
 
 
@@ -83,11 +84,11 @@ def test_nothing_is_compiled_while_a_graph_is_captured(
     kernel = pointwise_of((SWIGLU,), "float32", "float32")
     acc, out = operands()
     assert kernel is not None
-    monkeypatch.setattr(pointwise, "is_capturing", lambda device: True)
+    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
     assert not kernel.run(acc, (), out)
-    monkeypatch.setattr(pointwise, "is_capturing", lambda device: False)
+    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: False)
     assert kernel.run(acc, (), out)
-    monkeypatch.setattr(pointwise, "is_capturing", lambda device: True)
+    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
     assert kernel.run(acc, (), out)  # it was launched before
     assert len(launches) == 2
 
@@ -109,7 +110,7 @@ def test_failure_of_triton_is_warned_of_once(
         assert not kernel.run(acc, (), out)
     assert len(tried) == 1
     assert [record.message for record in caplog.records if "no C compiler" in record.message]
-    monkeypatch.setattr(pointwise, "triton_version", lambda: "")
-    monkeypatch.setattr(Pointwise, "_broken", False)
+    monkeypatch.setattr(small_kernel, "triton_version", lambda: "")
+    monkeypatch.setattr(SmallKernel, "_broken", False)
     assert not kernel.run(acc, (), out)  # Triton is not installed
     assert len(tried) == 1

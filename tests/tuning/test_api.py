@@ -80,7 +80,7 @@ def test_config_key_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
         def __init__(self, *_: Any, config_key: Any, **options: Any) -> None:
             seen.append(config_key)
 
-        def tune(self, problems: Any, m: Any) -> tuple[list[Decision], list[Any]]:
+        def tune(self, problems: Any, m: Any, pool: Any) -> tuple[list[Decision], list[Any]]:
             return [], []
 
     monkeypatch.setattr("gemmtune.tuning.plan_tuner.PlanTuner", FakePlanTuner)

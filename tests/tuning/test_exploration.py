@@ -313,7 +313,8 @@ def test_first_builds_are_twelve_of_each_template_that_needs_building(clock: Clo
     first, second = make("y", 15, "first"), make("y", 3, "second")
     assert BUILT_AHEAD == 12
     mixed = [second[0], *first, *X, *second[1:]]
-    assert first_builds(mixed) == [*second, *first[:12]]
+    turns = [candidate for pair in zip(second, first[:3], strict=True) for candidate in pair]
+    assert first_builds(mixed) == [*turns, *first[3:12]]
     assert first_builds(X) == []
 
 
@@ -397,6 +398,21 @@ def test_idle_builders_build_what_the_search_may_ask_for_next(
     assert session.tried == batch
 
 
+def test_first_builds_go_on_while_candidates_are_tried_where_that_disturbs_nothing(clock: Clock) -> None:
+    """Waiting for them takes no time of the budget, and no other candidate is waited for."""
+    builds, ahead = Builds(clock, slow_s=3.0), list[list[Candidate]]()
+    session = Session(
+        clock, ListedSearch(Y[:2], Y[2:3], likely=Y[16:20]), candidates=Y, build=builds, strict=False,
+        build_ahead=lambda problem, candidates, target: ahead.append(list(candidates)),
+        profile=TuningProfile(builds_overlap=True),
+    )  # fmt: skip
+    session.exploration.run(None)
+    assert ahead[0] == Y[:12]
+    assert builds.calls == [Y[:2], Y[2:3]]
+    assert session.tried == Y[:3]
+    assert session.context.budget.elapsed_s == 0.0
+
+
 def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:
     calls: list[list[Candidate]] = []
 
@@ -406,11 +422,11 @@ def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monke
 
     search = ListedSearch(Y[:1], likely=Y[10:18])
     Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
-    assert calls == [Y[12:14]]
+    assert calls == [Y[:12], Y[12:14]]
     monkeypatch.setattr(exploration, "allowed_cpus", lambda: frozenset({0}))
     search = ListedSearch(Y[:1], likely=Y[10:18])
     Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
-    assert calls[1:] == [Y[12:13]]
+    assert calls[2:] == [Y[:12], Y[12:13]]
 
 
 # --- one candidate -----------------------------------------------------------------------------------------------

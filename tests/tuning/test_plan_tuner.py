@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
@@ -19,11 +20,13 @@ from gemmtune.core.events import Event, PlanDone
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, plan_tuner
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_tuner import MAX_RECORDED, PlanTuner, recorded, weights_of
+from gemmtune.tuning.sizes import SizeRange
 from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.protocol import SizedCandidate, SizesVerified
 from helpers.plans import (
@@ -148,15 +151,63 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     decisions, plans = tune(tuner, store, range(1, 129))
-    assert tuner.tuned == [[8, 48], [1]]
-    assert tuner.begun == [48, 8, 1]
-    assert seen == [[8, 48]]
+    assert tuner.tuned == [[48], [8], [1]]
+    assert list(dict.fromkeys(tuner.begun)) == [48, 8, 1]
+    assert seen == [[48, 8]]
     (((problem, target, sizes), tuned_before),) = listed
     assert (problem.plan_key, target) == (plans[0].plan_key, current_target())
     assert (sizes.tuned, tuned_before) == ((1, 8, 48), [])
     assert builders.begun == [(77, SMALL.id)]
     assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 48]
     assert len(plans) == 1
+
+
+def test_next_weight_is_prepared_while_other_m_are_timed(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tuner, listed = FakeTuner(clock), list[tuple[int, int]]()
+    other = linear_problem(1, 64, 32, "float32")
+
+    def run(*_: Any) -> None:
+        listed.append((len(tuner.tuned), len(tuner.begun)))
+
+    monkeypatch.setattr(plan_tuner, "list_ahead", lambda problem, *_: listed.append((problem.n, len(tuner.tuned))))
+    monkeypatch.setattr(plan_tuner.PlanSession, "run", run)
+    monkeypatch.setattr(plan_tuner, "expected_kernels", lambda *_: [])
+    monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
+    monkeypatch.setattr(FakePool, "builders", FakeBuilders(), raising=False)
+    profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
+    monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
+    problems = [(PROBLEM.with_m(1), 9), (other, 1)]
+    PlanTuner(tuner, current_target(), store).tune(problems, range(1, 129))  # type: ignore[arg-type]
+    for thread in threading.enumerate():
+        if thread.name == "gemmtune-list":
+            thread.join()
+    weights = [PROBLEM.n, other.n] if PROBLEM.flops * 9 > other.flops else [other.n, PROBLEM.n]
+    assert (weights[0], 0) in listed
+    assert (weights[1], 3) in listed  # after the first weight's three Decisions
+    assert (3, 7) in listed  # when its other M are timed, the next weight's three builds have begun
+
+
+@pytest.mark.parametrize(
+    ("seconds", "sizes", "expected"),
+    [(None, (1, 512), 16.0), (None, (1, 1024), 16.0), (None, (1, 32), 16.0 * math.log(33) / math.log(513)),
+     (None, (400, 512), 4.0), (7.0, (1, 32), 7.0)],
+)  # fmt: skip
+def test_part_of_the_range_takes_a_part_of_the_time(
+    clock: FakeTime, store: MemoryStore, seconds: float | None, sizes: tuple[int, int], expected: float
+) -> None:
+    tuner = PlanTuner(FakeTuner(clock), current_target(), store, seconds=seconds)  # type: ignore[arg-type]
+    assert tuner._sweep_s(SizeRange(*sizes, (1,))) == pytest.approx(expected)
+
+
+def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: MemoryStore) -> None:
+    tuner = FakeTuner(clock)
+    pool = tuner.new_pool()
+    _, plans = PlanTuner(tuner, current_target(), store).tune([(PROBLEM, 1)], range(1, 129), pool)  # type: ignore[arg-type]
+    assert len(plans) == 1
+    assert tuner.pools == [pool]
+    assert not pool.closed
 
 
 # --- stored plans

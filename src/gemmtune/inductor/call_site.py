@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows
+from ..backends.aten.norm import normalized
+from ..backends.aten.steps import apply_steps, dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..backends.triton.pointwise import pointwise_of
 from ..core import devices
@@ -124,8 +125,7 @@ class CallSite:
 
         def behind_norm(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             assert norm is not None
-            CAPTURE_FACTS.inductor_signals = False  # the kernel in front of the product is not Inductor's
-            rows = normalize_rows(a, norm, aux[0])
+            rows = normalized(a, norm, aux[0])
             simpler._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
 
         def before_gate(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:

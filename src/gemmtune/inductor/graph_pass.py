@@ -7,7 +7,7 @@ import hashlib
 import logging
 import threading
 from collections.abc import Callable, Collection, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,7 +18,7 @@ from .. import __version__
 from ..core import devices
 from ..core.problem import Problem
 from ..dispatch.runtime import RUNTIME
-from ..tuning.api import tune_on_device
+from ..tuning.api import start_workers, tune_on_device
 from ..tuning.sizes import Sizes
 from ..tuning.tuner import inconclusive_summary
 from .costs import MOST_ROWS, cost_of
@@ -113,22 +113,33 @@ class ProductPass(CustomGraphPass):
 
     def _tune(self, plan: GraphPlan) -> None:
         """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
-        dynamic, tuned = plan.dynamic_keys, False
+        tuned = False
         for device in {device_of(product): None for product in plan.products}:
-            first, others = plan.first_problems(), plan.other_problems
-            missing = self._untuned(first, device, dynamic) or self._untuned(others(), device, dynamic)
-            tuned = tuned or bool(missing)
-            free = [(problem, count) for problem, count in missing if problem.plan_key in dynamic]
-            fixed = [(problem, count) for problem, count in missing if problem.plan_key not in dynamic]
-            while free:
-                self._tune_dynamic(free, device)
-                free = self._untuned(_only(others(), dynamic, True), device, dynamic)
-            if fixed:
-                self._tune_now(fixed, device, None, functools.partial(self._other_problems, plan, device, dynamic))
+            tuned = self._tune_on(device, plan) or tuned
         if tuned and self.restarts:
             raise TunedMeanwhile
 
-    def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device) -> None:
+    def _tune_on(self, device: torch.device, plan: GraphPlan) -> bool:
+        """Tune a device's Problems that the store has no decision for, by one worker. Return whether there are any."""
+        dynamic, first, others = plan.dynamic_keys, plan.first_problems(), plan.other_problems
+        missing = self._untuned(first, device, dynamic) or self._untuned(others(), device, dynamic)
+        store = RUNTIME.store()
+        if not missing or store is None:
+            return bool(missing)
+        free = [(problem, count) for problem, count in missing if problem.plan_key in dynamic]
+        fixed = [(problem, count) for problem, count in missing if problem.plan_key not in dynamic]
+        with outside_of_compilation():
+            pool = self._pools.pop(device, None) or start_workers(device, store)
+        with closing(pool):
+            while free:
+                self._tune_dynamic(free, device, pool)
+                free = self._untuned(_only(others(), dynamic, True), device, dynamic)
+            if fixed:
+                more = functools.partial(self._other_problems, plan, device, dynamic)
+                self._tune_now(fixed, device, pool, more=more)
+        return True
+
+    def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool) -> None:
         """Tune Problems with a symbolic M for the M of the options; those with a norm or a gate that kernels compute
         for few rows only, for these."""
         by_rows: dict[int, list[tuple[Problem, int]]] = {}
@@ -137,7 +148,7 @@ class ProductPass(CustomGraphPass):
             by_rows.setdefault(rows, []).append((problem, count))
         every_m: Sizes = self.options.multi_kernel_hints or "all"
         for rows, listed in sorted(by_rows.items(), reverse=True):
-            self._tune_now(listed, device, every_m if rows >= MOST_ROWS else range(1, rows + 1))
+            self._tune_now(listed, device, pool, every_m if rows >= MOST_ROWS else range(1, rows + 1))
 
     def _untuned(self, problems: Problems, device: torch.device, dynamic: Collection[str]) -> list[tuple[Problem, int]]:
         """Return those of a device's Problems that were not tuned, and remember that they were asked for. dynamic: the
@@ -167,29 +178,25 @@ class ProductPass(CustomGraphPass):
         return others
 
     def _tune_now(
-        self, problems: list[tuple[Problem, int]], device: torch.device, sizes: Sizes | None,
+        self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool, sizes: Sizes | None = None,
         more: Callable[[], list[tuple[Problem, int]]] | None = None,
     ) -> None:  # fmt: skip
         store = RUNTIME.store()
-        if store is None:
-            return
+        assert store is not None
         log.info("tuning %d problems of a graph on %s", len(problems), device)
-        with outside_of_compilation(), ExitStack() as stack:
-            pool = self._pools.pop(device) if sizes is None and device in self._pools else None
-            if pool is not None:
-                stack.enter_context(closing(pool))
-            budget, backends = self.options.budget, self.options.backends
-            decisions = tune_on_device(
-                problems, device, store, budget=budget, backends=backends, m=sizes, more=more, pool=pool
-            )
+        with outside_of_compilation():
+            tune = functools.partial(
+                tune_on_device,
+                device=device, store=store, budget=self.options.budget, backends=self.options.backends, pool=pool,
+            )  # fmt: skip
+            decisions = tune(problems, m=sizes, more=more)
             # PyTorch's operators would serve these for as long as this process lives. Where most are undecided, the
             # machine is still busy.
             undecided = [Problem.from_dict(d.problem) for d in decisions if d.outcome == "inconclusive"]
             if sizes is None and 0 < 2 * len(undecided) <= len(decisions):
                 log.info("tuning %d problems again, since the machine was busy", len(undecided))
                 decided = [decision for decision in decisions if decision.outcome != "inconclusive"]
-                again = [(problem, 1) for problem in undecided]
-                decisions = decided + tune_on_device(again, device, store, budget=budget, backends=backends, pool=pool)
+                decisions = decided + tune([(problem, 1) for problem in undecided])
         RUNTIME.refresh(store)
         if words := inconclusive_summary(decisions):
             log.warning("%s", words)

@@ -124,8 +124,8 @@ def tune_on_device(
 
     The arguments are those of ``tune``. more: asked for further Problems, which the same worker tunes, each time that
     all are decided, until it has none; not for a range of M. pool: the worker to use, from ``start_workers``; None
-    starts one and ends it; not for a range of M. Decisions that the store cannot take are reported to
-    ``progress`` (``DecisionsUnstored``); dispatch is not refreshed.
+    starts one and ends it. Decisions that the store cannot take are reported to ``progress``
+    (``DecisionsUnstored``); dispatch is not refreshed.
     """
     from ..core.events import silent
     from .plan_tuner import PlanTuner
@@ -154,7 +154,7 @@ def tune_on_device(
         seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
         config_key=config_key,
     )  # fmt: skip
-    return plan_tuner.tune(problems, m)[0]
+    return plan_tuner.tune(problems, m, pool)[0]
 
 
 def start_workers(device: str | torch.device, store: Store) -> WorkerPool:

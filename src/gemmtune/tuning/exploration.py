@@ -3,6 +3,7 @@ them."""
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -60,6 +61,7 @@ class Exploration:
         self._worker, self._ledger, self._profile = context.worker, context.ledger, context.profile
         self._build, self._build_ahead = build, build_ahead
         self._builds: dict[str, Artifact | Verdict] = {}
+        self._first: set[str] = set()  # ids of the candidates whose builds begin first
         self._others_tried = 0
 
     @property
@@ -71,12 +73,13 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        self._build_now(first_builds(candidates), first=True)
+        self._begin_builds(first_builds(candidates))
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._buildable(batch, search)
             if self._build_ahead is not None:
-                likely = [candidate for candidate in search.likely if candidate.id not in self._builds]
+                begun = self._first | self._builds.keys()
+                likely = [candidate for candidate in search.likely if candidate.id not in begun]
                 # Half of the processors: the other half stays free for candidates that turn out to be wanted instead.
                 self._build_ahead(
                     self._context.problem, likely[: max(1, len(allowed_cpus()) // 2)], self._context.target
@@ -124,26 +127,37 @@ class Exploration:
             else:
                 row.times_s += result.times_s
 
-    def _build_now(self, candidates: Sequence[Candidate], *, first: bool = False) -> Mapping[str, Artifact | Verdict]:
+    def _begin_builds(self, candidates: Sequence[Candidate]) -> None:
+        """Build the first candidates; where builds disturb no timing, only begin to."""
+        self._first = {candidate.id for candidate in candidates}
+        if self._build_ahead is None:
+            self._build_now(candidates)
+        else:
+            self._build_ahead(self._context.problem, candidates, self._context.target)
+
+    def _build_now(self, candidates: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
         """Build candidates and return the outcome of every build so far, by candidate id.
 
-        Building takes no time of the default budget, because one build serves many problems: none of the ``first``
-        builds, which wait for the start of the builders, and of others as ``TimeBudget.excludable_s`` says.
+        Building takes no time of the default budget, because one build serves many problems: none where all are among
+        the first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s`` says.
         """
         if self._build is not None and candidates:
             start = time.perf_counter()
             self._builds |= self._build(self._context.problem, candidates, self._context.target)
             if not self._budget.strict:
-                self._budget.exclude(time.perf_counter() - start, limited=not first)
+                is_first = self._first.issuperset(candidate.id for candidate in candidates)
+                self._budget.exclude(time.perf_counter() - start, limited=not is_first)
         return self._builds
 
     def _buildable(self, batch: Sequence[Candidate], search: Searcher) -> list[Candidate]:
         """Return the candidates of ``batch`` whose build did not fail; all are built before any of them is timed.
 
-        Builders that would be idle meanwhile build the candidates that the search may ask for next.
+        Builders that would be idle meanwhile build the candidates that the search may ask for next, unless these are
+        built while others are timed.
         """
         to_build = [candidate for candidate in batch if candidate.id not in self._builds]
-        idle_builders = -len(to_build) % len(allowed_cpus()) if to_build and self._profile.builds_overlap else 0
+        fills = to_build and self._profile.builds_overlap and self._build_ahead is None
+        idle_builders = -len(to_build) % len(allowed_cpus()) if fills else 0
         if idle_builders:
             to_build += [candidate for candidate in search.likely if candidate.id not in self._builds][:idle_builders]
         builds = self._build_now(to_build)
@@ -250,12 +264,13 @@ class Exploration:
 
 
 def first_builds(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the first BUILT_AHEAD candidates of each template that needs building.
+    """Return the first BUILT_AHEAD candidates of each template that needs building, the first of each template first.
 
-    The search asks for all of them, a few at a time.
+    The search asks for all of them, a few at a time, in about this order.
     """
     firsts: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         if not is_prebuilt(backends.get(candidate.backend)):
             firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
-    return [candidate for group in firsts.values() for candidate in group[:BUILT_AHEAD]]
+    waves = itertools.zip_longest(*(group[:BUILT_AHEAD] for group in firsts.values()))
+    return [candidate for wave in waves for candidate in wave if candidate is not None]

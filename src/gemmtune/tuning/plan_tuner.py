@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
+import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -29,6 +31,7 @@ from .weight_session import WeightSession
 from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
+_LEAST_SWEEP = 0.25  # of the default time for other M, for a range of few M
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
@@ -64,8 +67,8 @@ class PlanTuner:
     """A tuner of weights for one Target, through a Tuner that tunes single M.
 
     tuner: makes the Decisions, and the worker. seconds: for timing a weight's kernels at other M; None: the device's
-    default (``TuningProfile.sweep_s``). force: tune weights that the store has a plan for. progress, hot, seed: as for
-    the Tuner. config_key: as for ``gemmtune.tune``.
+    default (``TuningProfile.sweep_s``), less for a part of the default range. force: tune weights that the store has a
+    plan for. progress, hot, seed: as for the Tuner. config_key: as for ``gemmtune.tune``.
     """
 
     def __init__(
@@ -84,25 +87,31 @@ class PlanTuner:
         self._config_key = config_key
         self._tuner, self._target, self._store = tuner, target, store
         self._profile = devices.get(target.device).profile
-        self._seconds = seconds or self._profile.sweep_s
+        self._seconds = seconds
+        self._following: tuple[Weight, SizeRange] | None = None  # the weight after the one that is tuned
+        self._listed: Weight | None = None  # the weight whose candidates were listed last
         self._force, self._hot, self._seed, self._progress = force, hot, seed, progress
 
-    def tune(self, problems: Iterable[tuple[Problem, int]], m: Sizes) -> tuple[list[Decision], list[TunedPlan]]:
+    def tune(
+        self, problems: Iterable[tuple[Problem, int]], m: Sizes, pool: WorkerPool | None = None
+    ) -> tuple[list[Decision], list[TunedPlan]]:
         """Tune the weights of counted Problems for the M that ``m`` names. Return the Decisions at single M and the
         plans.
 
         A weight whose stored plan covers the range keeps it. Otherwise, and with ``force``, its plan is replaced by one
         that covers both ranges; one with another ``config_key`` by one of this range. A weight has no plan if no kernel
         is right, if the machine was too disturbed at all M, or with the ``config_key`` "exact". Each plan is stored
-        before the next weight begins. Raises what ``Tuner.tune``, ``parse_sizes`` and ``keyed`` raise.
+        before the next weight begins. pool: the worker to use, from ``Tuner.new_pool``; None starts one and ends it.
+        Raises what ``Tuner.tune``, ``parse_sizes`` and ``keyed`` raise.
         """
         weights = weights_of(problems)
         parsed = [parse_sizes(m, self._profile, _costliest(weight)) for weight in weights]
         ranges = [keyed(sizes, self._config_key) for sizes in parsed]
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
-        with closing(self._tuner.new_pool()) as pool:
+        with closing(self._tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
             for index, (weight, sizes) in enumerate(zip(weights, ranges, strict=True)):
+                self._following = next(iter(zip(weights[index + 1 :], ranges[index + 1 :], strict=True)), None)
                 weight_decisions, plan = self._tune_weight(weight, sizes, pool)
                 decisions += weight_decisions
                 plans += [plan] if plan is not None else []
@@ -128,15 +137,32 @@ class PlanTuner:
         others make the plan try are built."""
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
-        least, *others = sizes.tuned
+        decisions: list[Decision] = []
+        self._list_ahead(weight, sizes, pool)  # while the worker starts, unless that was done for the weight before
+        for pair in itertools.pairwise(reversed(sizes.tuned)):
+            for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
+                self._tuner.begin_builds(weight.problem.with_m(m), pool)
+            decisions += self._decide(weight, pair[:1], pool)
+        self._build_ahead(weight, sizes, decisions, pool)
+        return decisions + self._decide(weight, sizes.tuned[:1], pool)
+
+    def _list_ahead(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> None:
+        """Begin to list the candidates that a weight's plan may try, on a thread, which delays this one: to be called
+        when the worker will be busy."""
+        if self._builds_ahead(pool) and weight is not self._listed:
+            self._listed = weight
+            arguments = (weight.problem, self._target, sizes)
+            threading.Thread(target=list_ahead, args=arguments, name="gemmtune-list", daemon=True).start()
+
+    def _prepare_following(self, pool: WorkerPool) -> None:
+        """Begin the first builds of the weight after the one that is tuned, and list its candidates: while a weight's
+        kernels are timed at other M, nothing else is built."""
+        if self._following is None or not self._builds_ahead(pool):
+            return
+        weight, sizes = self._following
         for m in reversed(sizes.tuned):  # about the order in which they are decided, and built
             self._tuner.begin_builds(weight.problem.with_m(m), pool)
-        if self._builds_ahead(pool):  # while the worker starts, and the others are decided
-            listed = (weight.problem, self._target, sizes)
-            threading.Thread(target=list_ahead, args=listed, name="gemmtune-list", daemon=True).start()
-        decisions = self._decide(weight, others, pool)
-        self._build_ahead(weight, sizes, decisions, pool)
-        return decisions + self._decide(weight, [least], pool)
+        self._list_ahead(weight, sizes, pool)
 
     def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
         """Begin to build the kernels that the Decisions so far make the plan try at other M."""
@@ -207,8 +233,17 @@ class PlanTuner:
             )  # fmt: skip
 
         if sizes.runs:
-            return session(KeyedSession).run(self._seconds)
-        return session(PlanSession).run(self._seconds, pool.build_each)
+            return session(KeyedSession).run(self._sweep_s(sizes))
+        self._prepare_following(pool)
+        return session(PlanSession).run(self._sweep_s(sizes), pool.build_each)
+
+    def _sweep_s(self, sizes: SizeRange) -> float:
+        """Return the seconds for timing kernels at other M of a range: by default those for all M, times the share of
+        them that is in the range by the logarithm."""
+        if self._seconds is not None:
+            return self._seconds
+        share = math.log(1 + sizes.last) - math.log(sizes.first)
+        return self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + self._profile.last_m)))
 
     def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
         """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with

@@ -379,7 +379,7 @@ def _listed(problem: Problem, target: Target, templates: Collection[_Template]) 
     ]
 
 
-@functools.lru_cache(maxsize=512)
+@functools.lru_cache(maxsize=1024)  # those of two weights
 def _first_candidates(backend: Backend, problem: Problem, target: Target) -> tuple[tuple[Candidate, _Template], ...]:
     """Return the first ``_LISTED`` candidates of each template and layout, and as many of those for plans.
 

@@ -34,7 +34,7 @@ log = logging.getLogger("gemmtune")
 
 # seconds; renewed every third of it. A process on another machine that died can block others for this long
 LEASE_S = 30.0
-BUILT_AHEAD_PROBLEMS = 2  # number of later problems whose builds begin while one problem is tuned
+BUILT_AHEAD_PROBLEMS = 1  # number of later problems whose builds begin while one problem is tuned
 POLL_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
 
 

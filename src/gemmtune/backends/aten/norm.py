@@ -1,4 +1,4 @@
-"""A norm in front of a product by one ATen op, then any ATen formulation of the product."""
+"""A norm in front of a product by a kernel of its own, then any ATen formulation of the product."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from ...core.epilogue import Step
 from ...core.problem import Problem, bits
 from ...core.weights import PackedWeight
 from ..base import Kernel
@@ -14,8 +15,20 @@ from .kernel import AtenKernel
 from .steps import normalize_rows
 
 
+def normalized(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
+    """Return the rows of ``a`` [M, K] normalised as ``normalize_rows`` does; on a GPU by a Triton kernel, if it can.
+    Not differentiable."""
+    if a.is_cuda:
+        from ..triton.row_norm import row_norm  # ``import gemmtune`` must not take the time of the Triton backend's
+
+        out = a.new_empty(a.shape)
+        if row_norm(norm.value).run(a, weight, out):
+            return out
+    return normalize_rows(a, norm, weight)
+
+
 class NormThen(Kernel):
-    """The kernel of a Problem whose A is normalised: ``rms_norm`` into a new tensor, then another kernel.
+    """The kernel of a Problem whose A is normalised: into a new tensor (``normalized``), then another kernel.
 
     product: the kernel of ``problem.without_norm()``.
     """
@@ -32,7 +45,7 @@ class NormThen(Kernel):
         self._norm, self._product = norm, product
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        self._product.run(normalize_rows(a, self._norm, aux[0]), b, aux[1:], out)
+        self._product.run(normalized(a, self._norm, aux[0]), b, aux[1:], out)
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return self._product.functional(normalize_rows(a, self._norm, aux[0]), b, aux[1:])

@@ -236,6 +236,15 @@ class _LastKernel:
 
 _last_kernels: dict[int, _LastKernel] = {}
 
+
+def record_captured(stream: int, out: Tensor) -> None:
+    """Record that the kernel that was captured last from a stream signals when the next one may begin, after all work
+    in front of it has ended, and writes ``out`` alone. Nothing is recorded where the stream is not captured."""
+    position = CaptureState.of(stream)
+    if len(position.dependencies) == 1:
+        _last_kernels[stream] = _LastKernel(position, MemoryRange.of(out))
+
+
 _INDUCTOR_KERNELS = (b"triton_poi_", b"triton_red_", b"triton_per_")  # pointwise, reductions, persistent reductions
 _KERNEL_NODE = 0  # CU_GRAPH_NODE_TYPE_KERNEL
 _NODE_PARAMETERS_WORDS = 16  # at least the size of CUDA_KERNEL_NODE_PARAMS, whose first word is the function
@@ -288,11 +297,11 @@ class LaunchArgs(threading.local):
         """Launch a function with ``pdl`` into the graph that is being captured from the stream, and return CUDA's
         status. b, out: B and C of the product.
 
-        With programmatic dependent launch, a kernel that directly follows another kernel of this module may begin once
-        all blocks of that kernel have begun, and may read B early, unless that kernel writes B. All work before that
-        kernel has ended by then, since that kernel has waited for it. Outside a capture the preceding work is not
-        known. The same holds after Inductor's kernels where they signal (``CAPTURE_FACTS``). After other kernels, which
-        do not signal when the next kernel may begin, PDL would only take longer (docs/notes/cuda.md).
+        With programmatic dependent launch, a kernel that directly follows one of ``record_captured`` may begin once all
+        blocks of that kernel have begun, and may read B early, unless that kernel writes B. All work before that kernel
+        has ended by then, since that kernel has waited for it. Outside a capture the preceding work is not known. The
+        same holds after Inductor's kernels where they signal (``CAPTURE_FACTS``). After other kernels, which do not
+        signal when the next kernel may begin, PDL would only take longer (docs/notes/cuda.md).
         """
         slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":
@@ -307,9 +316,8 @@ class LaunchArgs(threading.local):
             config.count, slots[slot] = 1, flags | B_EARLY
         status = launch()
         config.count, slots[slot] = 0, flags
-        position = CaptureState.of(stream)
-        if not status and len(position.dependencies) == 1:
-            _last_kernels[stream] = _LastKernel(position, MemoryRange.of(out))
+        if not status:
+            record_captured(stream, out)
         return status
 
 

@@ -5,35 +5,27 @@ By ATen's operators each step is a kernel of its own that reads and writes a flo
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-import torch
 from torch import Tensor
 
-from ...core.devices import is_capturing
 from ...core.epilogue import GATES, Epilogue
-from ...core.torch_compat import increment_version
 from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
-from .compiler import triton_version, why_unusable
-
-log = logging.getLogger("gemmtune")
+from .small_kernel import SmallKernel, signals
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _ELEMENTS = 1024  # of a program: 8 for each thread of 4 warps, which it loads by 16 bytes in two bytes' dtypes
 _MOST_COLUMNS = 65535 * _ELEMENTS  # by the limit of a grid's second dimension
 
 
-class Pointwise:
+class Pointwise(SmallKernel):
     """A kernel that computes steps from a matrix, for matrices of any number of rows. Made by ``pointwise_of``."""
 
-    _broken: ClassVar[bool] = False  # Triton could not compile or launch a kernel in this process
-
     def __init__(self, steps: Epilogue) -> None:
+        super().__init__()
         gate = GATES[steps[-1].kind] if steps and steps[-1].kind in GATES else ""
         self._steps = steps[:-1] if gate else steps
-        self._launched = False
         self._constants: dict[str, Any] = {"GATE": gate}
         for index in range(MAX_STEPS):
             step = self._steps[index] if index < len(self._steps) else None
@@ -45,40 +37,26 @@ class Pointwise:
         stream, and return True. aux: the steps' tensors.
 
         Returns False, and does nothing, for matrices that it does not take (on a CPU, or with rows that are not dense),
-        where Triton is missing or failed, and while a CUDA graph is captured before the first call.
+        and as ``SmallKernel._try``.
         """
         matrices = (acc, out, *(t for t in aux if t.dim() == 2))
-        if Pointwise._broken or not acc.is_cuda or any(t.dim() != 2 or t.stride(1) != 1 for t in matrices):
+        if not acc.is_cuda or any(t.dim() != 2 or t.stride(1) != 1 for t in matrices):
             return False
         if not out.numel() or out.shape[1] > _MOST_COLUMNS:
             return False
-        if not self._launched and (why_unusable(triton_version()) or is_capturing(acc.device)):
-            return False
-        try:
-            if acc.get_device() == torch.cuda.current_device():
-                self.launch(acc, aux, out)
-            else:  # Triton launches on the current one
-                with torch.cuda.device(acc.device):
-                    self.launch(acc, aux, out)
-        except Exception as error:  # Triton's compiler has no exception class of its own
-            Pointwise._broken = True
-            log.warning("Triton cannot run the steps behind PyTorch's products (%s): ATen's operators do", error)
-            return False
-        self._launched = True
-        increment_version((out,))  # as PyTorch's operators do: autograd detects stale saved tensors by it
-        return True
+        return self._try(out, (acc, *aux), lambda: self.launch(acc, aux, out))
 
     def launch(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
         """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
-        from .pointwise_kernel import pointwise
+        from .pointwise_kernel import gemmtune_pointwise
 
         m, n = out.shape
         columns = min(_ELEMENTS, 1 << max(4, (n - 1).bit_length()))
         rows = _ELEMENTS // columns
         tensors, leads = self._arguments(aux)
-        pointwise[(-(-m // rows), -(-n // columns))](
+        gemmtune_pointwise[(-(-m // rows), -(-n // columns))](
             acc, out, *tensors, m, n, acc.stride(0), out.stride(0), *leads,
-            ROWS=rows, COLUMNS=columns, num_warps=4, **self._constants,
+            ROWS=rows, COLUMNS=columns, SIGNALS=signals(acc.device), num_warps=4, **self._constants,
         )  # fmt: skip
 
     def _arguments(self, aux: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents
 
 from .kernels import _ahead, _step
 
@@ -21,9 +22,9 @@ def _after_steps(acc, r, c, M, N, tensors, leads, STEPS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["M"])
-def pointwise(
+def gemmtune_pointwise(
     acc_ptr, out_ptr, t0, t1, t2, t3, t4, M, N, ld_acc, ld_out, ld0, ld1, ld2, ld3, ld4,
-    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr,
+    ROWS: tl.constexpr, COLUMNS: tl.constexpr, GATE: tl.constexpr, SIGNALS: tl.constexpr,
     KIND0: tl.constexpr, AXIS0: tl.constexpr, VALUE0: tl.constexpr, LO0: tl.constexpr, HI0: tl.constexpr,
     KIND1: tl.constexpr, AXIS1: tl.constexpr, VALUE1: tl.constexpr, LO1: tl.constexpr, HI1: tl.constexpr,
     KIND2: tl.constexpr, AXIS2: tl.constexpr, VALUE2: tl.constexpr, LO2: tl.constexpr, HI2: tl.constexpr,
@@ -31,7 +32,10 @@ def pointwise(
     KIND4: tl.constexpr, AXIS4: tl.constexpr, VALUE4: tl.constexpr, LO4: tl.constexpr, HI4: tl.constexpr,
 ):  # fmt: skip
     """Compute ROWS x COLUMNS elements of ``out`` [M, N] per program. GATE: the activation of the left half of the
-    columns, by whose result the right half is multiplied (``acc`` then is [M, 2 * N]); empty: ``acc`` is [M, N]."""
+    columns, by whose result the right half is multiplied (``acc`` then is [M, 2 * N]); empty: ``acc`` is [M, N].
+    SIGNALS: whether the next kernel may begin at once (``gpu/driver.py``): all work in front of this one has ended."""
+    if SIGNALS:
+        gdc_launch_dependents()
     tensors, leads = (t0, t1, t2, t3, t4), (ld0, ld1, ld2, ld3, ld4)
     STEPS: tl.constexpr = (
         (KIND0, AXIS0, VALUE0, LO0, HI0), (KIND1, AXIS1, VALUE1, LO1, HI1), (KIND2, AXIS2, VALUE2, LO2, HI2),

@@ -1,0 +1,66 @@
+"""What the Triton kernels beside products share: when they are launched, and what happens where Triton fails."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Iterable
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from ...core.devices import is_capturing
+from ...core.torch_compat import increment_version
+from ..gpu.driver import record_captured
+from .compiler import triton_version, why_unusable
+
+log = logging.getLogger("gemmtune")
+
+_SIGNALS_FROM = (9, 0)  # the first compute capability with programmatic dependent launch
+
+
+class SmallKernel:
+    """A Triton kernel for matrices of any number of rows, in front of a product of a graph or behind it."""
+
+    _broken: ClassVar[bool] = False  # Triton could not compile or launch a kernel in this process
+
+    def __init__(self) -> None:
+        self._launched: set[tuple[object, ...]] = set()
+
+    def _try(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
+        """Have ``launch`` write into ``out`` on its GPU's current stream, and return True. operands: what it reads.
+
+        Returns False, and does nothing, where Triton is missing or failed, and while a CUDA graph is captured before
+        the first call with operands for which Triton makes the same code: it would be loaded meanwhile.
+        """
+        if SmallKernel._broken:
+            return False
+        code = tuple((t.dtype, t.stride(0) % 16, t.data_ptr() % 16) for t in (out, *operands) if t.dim())
+        if code not in self._launched and (why_unusable(triton_version()) or is_capturing(out.device)):
+            return False
+        try:
+            if out.get_device() == torch.cuda.current_device():
+                launch()
+            else:  # Triton launches on the current one
+                with torch.cuda.device(out.device):
+                    launch()
+        except Exception as error:  # Triton's compiler has no exception class of its own
+            SmallKernel._broken = True
+            log.warning("Triton cannot run the steps beside PyTorch's products (%s): ATen's operators do", error)
+            return False
+        self._launched.add(code)
+        if signals(out.device) and is_capturing(out.device):
+            record_captured(torch.cuda.current_stream(out.device).cuda_stream, out)
+        increment_version((out,))  # as PyTorch's operators do: autograd detects stale saved tensors by it
+        return True
+
+
+@functools.lru_cache(maxsize=16)
+def signals(device: torch.device) -> bool:
+    """Whether a kernel on a device can signal that the next one in the stream may begin (``griddepcontrol``)."""
+    return (
+        device.type == "cuda"
+        and torch.version.hip is None
+        and torch.cuda.get_device_capability(device) >= _SIGNALS_FROM
+    )
