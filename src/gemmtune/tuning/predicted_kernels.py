@@ -14,7 +14,8 @@ import contextlib
 import functools
 import itertools
 import math
-from collections.abc import Collection, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import NamedTuple
 
@@ -44,6 +45,7 @@ _VARIED = 8  # kernels of which a variant with the same tile is tried, too
 _VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
 _LEAST_GAIN = 0.01  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
+_TURN_S = 2e-4  # seconds for which the listing on a thread keeps Python's interpreter lock
 _TILE_SIZES = ("bm", "bn", "split")
 
 _Config = tuple[tuple[str, object], ...]  # names and values
@@ -93,10 +95,25 @@ def expected_kernels(
 def list_ahead(problem: Problem, target: Target, sizes: SizeRange) -> None:
     """List the candidates that ``expected_kernels`` considers, so that a later call need not: that takes 2 to 4 s for a
     GPU's kernels. To be called on a thread of its own. Never raises: the later call raises a backend's error."""
-    with contextlib.suppress(Exception):
+    with contextlib.suppress(Exception), _short_turns():
         for name in backends.names(target.device):
             for m in _grid(sizes):
                 _first_candidates(backends.get(name), problem.with_m(m), target)
+
+
+@contextlib.contextmanager
+def _short_turns() -> Iterator[None]:
+    """Return a context in which a thread that waits for Python's interpreter lock has it after ``_TURN_S``.
+
+    By default (5 ms), a reply of the worker took 7 ms beside the listing, and takes 0.02 alone (two cores of an EPYC):
+    the first Decision of a weight had tried 7 to 23 candidates when its time was over.
+    """
+    usual_s = sys.getswitchinterval()
+    sys.setswitchinterval(_TURN_S)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(usual_s)
 
 
 def kernels_for_last_size(
