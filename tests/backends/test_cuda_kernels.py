@@ -23,6 +23,7 @@ from gemmtune.backends.cuda.fitted import FittedTiles
 from gemmtune.backends.cuda.kernel import Skinny
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import Header
+from gemmtune.backends.gpu.driver import record_captured
 from gemmtune.backends.gpu.kernel import GpuKernel
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
@@ -32,7 +33,7 @@ from gemmtune.testing.problems import random_problem
 from gemmtune.verify.inputs import Inputs, make_inputs
 from gemmtune.verify.verify import make_reference_cases, verify
 from helpers.batches import LAYOUTS
-from helpers.drivers import FakeDriver, install_fake_driver
+from helpers.drivers import STREAM, FakeDriver, install_fake_driver
 from helpers.gpus import H200, SKINNY, legal_candidates
 from helpers.integers import exact_cases, rounding_cases
 
@@ -603,6 +604,25 @@ def test_pdl_is_used_behind_kernels_of_inductor_that_signal(
         driver.captured_names[1000] = name
     monkeypatch.setattr(CAPTURE_FACTS, "inductor_signals", signals)
     run_into(kernel, make_inputs(problem, 0), torch.empty(4, 32, dtype=torch.bfloat16))
+    assert (driver.pdl_flags[-1], driver.launches[-1][2][-1]) == flags
+
+
+@pytest.mark.parametrize(("writes_b", "flags"), [(False, (1, 1)), (True, (1, 0))])
+def test_pdl_is_used_behind_other_kernels_of_gemmtunes(
+    writes_b: bool, flags: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton's kernels beside products signal, too, and are recorded with what they write."""
+    driver = install_fake_driver(monkeypatch)
+    driver.capture, driver.arguments["skinny"] = 1, 5
+    header = Header("skinny", 0, 0, 4, ("b_ptr", "a_ptr", "c_ptr", "M", "following"), 0, waits=True)
+    problem = build(4, 32, 64, "bf16")
+    kernel, inputs = (
+        Skinny(problem, Candidate.make("cuda", "skinny", **SKINNY), [(header, b"")]),
+        make_inputs(problem, 0),
+    )
+    driver.nodes.append(1000)
+    record_captured(STREAM, inputs.b if writes_b else inputs.a)
+    run_into(kernel, inputs, torch.empty(4, 32, dtype=torch.bfloat16))
     assert (driver.pdl_flags[-1], driver.launches[-1][2][-1]) == flags
 
 

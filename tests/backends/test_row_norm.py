@@ -1,0 +1,113 @@
+"""The kernel of the norm in front of a product: when it is launched, and what is recorded of it (triton_interpreted.py
+runs it)."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from gemmtune.backends.aten.norm import normalized
+from gemmtune.backends.aten.steps import normalize_rows
+from gemmtune.backends.triton import small_kernel
+from gemmtune.backends.triton.row_norm import RowNorm, row_norm
+from gemmtune.backends.triton.small_kernel import SmallKernel
+from gemmtune.core.epilogue import Step
+
+NORM = Step("rms_norm", "inner", "float32", value=1e-5)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor on the CPU that says that it is on a GPU."""
+
+    @property
+    def is_cuda(self) -> bool:  # type: ignore[override]
+        return True
+
+
+def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
+    return torch.randn(*shape).to(dtype).as_subclass(OnGpu)
+
+
+@pytest.fixture
+def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Record the shapes of outputs in place of launches, which write PyTorch's results."""
+    made: list[tuple[int, ...]] = []
+
+    def launch(self: RowNorm, a: Any, weight: Any, out: Any) -> None:
+        made.append(tuple(out.shape))
+        out.copy_(normalize_rows(a, NORM, weight))
+
+    monkeypatch.setattr(RowNorm, "launch", launch)
+    monkeypatch.setattr(SmallKernel, "_broken", False)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the number of a tensor on the CPU
+    monkeypatch.setattr(small_kernel, "triton_version", lambda: "3.6.0")
+    row_norm.cache_clear()
+    return made
+
+
+def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]]) -> None:
+    a, weight = on_gpu(3, 40), on_gpu(40)
+    result = normalized(a, NORM, weight)
+    assert launches == [(3, 40)]
+    assert torch.equal(result, normalize_rows(a, NORM, weight))
+
+
+@pytest.mark.parametrize(
+    ("a", "weight"),
+    [
+        (torch.randn(3, 40), torch.randn(40)), (on_gpu(0, 40), on_gpu(40)), (on_gpu(40, 3).t(), on_gpu(40)),
+        (on_gpu(3, 40, dtype=torch.float64), on_gpu(40, dtype=torch.float64)), (on_gpu(1, 16385), on_gpu(16385)),
+        (on_gpu(3, 40), on_gpu(80)[::2]), (on_gpu(2, 3, 40), on_gpu(40)),
+    ],
+    ids=["CPU", "no rows", "columns are dense", "float64", "long rows", "strided weight", "batched"],
+)  # fmt: skip
+def test_pytorchs_operator_normalises_what_the_kernel_does_not_take(
+    launches: list[tuple[int, ...]], a: Any, weight: Any
+) -> None:
+    result = normalized(a, NORM, weight)
+    assert launches == []
+    assert torch.equal(result, normalize_rows(a, NORM, weight))
+
+
+def test_code_that_a_capture_would_load_is_not_launched(
+    launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Triton makes other code for another dtype."""
+    kernel, weight = RowNorm(1e-5), on_gpu(40)
+    a, half = on_gpu(3, 40), on_gpu(3, 40, dtype=torch.float16)
+    assert kernel.run(a, weight, torch.empty_like(a))
+    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
+    assert kernel.run(a, weight, torch.empty_like(a))
+    assert not kernel.run(half, weight, torch.empty_like(half))
+    assert len(launches) == 2
+
+
+@pytest.mark.parametrize(("signals", "capturing", "recorded"), [
+    (True, True, 1), (False, True, 0), (True, False, 0),
+])  # fmt: skip
+def test_captured_kernels_that_signal_are_recorded(
+    launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, signals: bool, capturing: bool, recorded: int
+) -> None:
+    seen: list[tuple[int, Any]] = []
+    kernel, a, weight = RowNorm(1e-5), on_gpu(3, 40), on_gpu(40)
+    assert kernel.run(a, weight, torch.empty_like(a))
+    monkeypatch.setattr(small_kernel, "signals", lambda device: signals)
+    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(small_kernel, "record_captured", lambda stream, out: seen.append((stream, out)))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
+    out = torch.empty_like(a)
+    assert kernel.run(a, weight, out)
+    assert [(stream, written is out) for stream, written in seen] == [(7, True)] * recorded
+
+
+def test_only_gpus_with_programmatic_dependent_launch_signal(monkeypatch: pytest.MonkeyPatch) -> None:
+    small_kernel.signals.cache_clear()
+    monkeypatch.setattr(torch.version, "hip", None)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index else (8, 9))
+    assert not small_kernel.signals(torch.device("cpu"))
+    assert not small_kernel.signals(torch.device("cuda", 0))
+    assert small_kernel.signals(torch.device("cuda", 1))
+    small_kernel.signals.cache_clear()
