@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -170,12 +171,18 @@ def test_candidates_listed_ahead_are_not_listed_again() -> None:
 
 
 def test_an_error_while_listing_ahead_is_left_to_the_call_that_needs_the_list(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other threads need not wait long for the interpreter lock meanwhile, and afterwards as before."""
+    usual_s, during_s = sys.getswitchinterval(), list[float]()
+
     def fail(*_: object) -> None:
+        during_s.append(sys.getswitchinterval())
         raise RuntimeError("no candidates")
 
     _first_candidates.cache_clear()
     monkeypatch.setattr(type(backends.get("cuda")), "candidates", fail)
     list_ahead(PROBLEM, H200, SIZES)
+    assert during_s[0] < 0.1 * usual_s
+    assert sys.getswitchinterval() == usual_s
     with pytest.raises(RuntimeError, match="no candidates"):
         expected_kernels(PROBLEM, H200, DECISIONS, SIZES, {})
 
