@@ -789,11 +789,6 @@ def test_plain_op_is_not_scanned_where_kernels_are_far_faster(
     assert plan.scan == {}
 
 
-@pytest.mark.parametrize(("call_s", "calls"), [(1e-5, 20), (1e-4, 20), (1e-3, 4), (5e-3, 3)])
-def test_long_calls_are_repeated_less_where_margins_are_thin(call_s: float, calls: int) -> None:
-    assert plan_session._margin_s(call_s) == pytest.approx(calls * call_s)
-
-
 def test_plain_op_serves_between_measured_m_where_only_its_scan_is_faster(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -29,20 +29,18 @@ DeviceKey = tuple[str, int]
 class TuningProfile(NamedTuple):
     """Constants of tuning that differ between kinds of devices.
 
-    default_s: seconds of tuning for a Problem where the user gives no budget; build time is not counted. open_share:
-    the share of them that preparing operands and oracle takes at most; more is not counted, since on a busy machine it
-    could take all the time that choosing a kernel needs. race_s: the most of them for the race; None: all that remain.
-    max_raced: the most candidates in a race, besides ATen's. retimed: the most candidates that are timed a second time
-    before the race. builds_overlap: whether candidates may be built while others are timed, since the device's own
-    clock does not notice. search: options of ``LocalSearch``. last_m: the largest M of a Plan for all M. tuned_m: the M
-    that are tuned by themselves for it. tuned_m_s: seconds for each of them, in place of ``default_s``; None: as many.
-    sweep_s: seconds for timing a weight's kernels at other M. max_predicted: the most kernels that no tuned M has tried
-    and that are built to be timed at other M. load_s: seconds of uninterrupted work after which the device's clock is
-    that of serving; 0.0: its clock does not depend on the work before.
+    default_s: seconds of tuning for a Problem where the user gives no budget; build time is not counted. race_s: the
+    most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's.
+    retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
+    be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
+    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
+    for each of them, in place of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other
+    M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M. load_s:
+    seconds of uninterrupted work after which the device's clock is that of serving; 0.0: its clock does not depend on
+    the work before.
     """
 
     default_s: float = 6.0
-    open_share: float = 0.3
     race_s: float | None = None
     max_raced: int = 16
     retimed: int = 24
@@ -197,11 +195,10 @@ class CudaDevice(Device):
     aligns_fp16_products = True
     # Times are short and steady: rounds of a race repeat to a few tenths of a percent. A GPU has no other users, as a
     # rule, but its clock may still be rising when the first candidates are timed. Templates list their likeliest
-    # candidates first. The first operands take 0.5 s: with 0.3 of the time for them, the first Decision of a weight
-    # ended after 7 candidates (M = 2048, bfloat16, H100). An H100 of 700 W reaches its power limit after 0.08 to 0.16 s
-    # of fp8 products: the same calls then take 12% to 20% longer (heat-h100-20261127.json).
+    # candidates first. An H100 of 700 W reaches its power limit after 0.08 to 0.16 s of fp8 products: the same calls
+    # then take 12% to 20% longer (heat-h100-20261127.json).
     profile = TuningProfile(
-        default_s=3.0, open_share=0.1, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
+        default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12},
         last_m=8192, tuned_m=(1, 16, 128, 2048), tuned_m_s=2.2, sweep_s=4.5, max_predicted=24,
         load_s=0.2,

@@ -33,9 +33,8 @@ _LEAST_CALLS = 3  # of a kernel that is timed at an M
 _UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
 _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
-# How often M with thin margins are timed, how many of them at most, and the calls of a kernel at each; if these take
-# more than ``_MARGIN_S``, as many as take that long: long calls have less noise.
-_MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS, _MARGIN_S = 2, 32, 20, 4e-3
+# How often M with thin margins are timed, how many of them at most, and the calls of a kernel at each.
+_MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS = 2, 32, 20
 _SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -184,8 +183,8 @@ class PlanSession(WeightSession):
             sizes = sorted(wanted)
             for start in range(0, len(sizes), BATCH):
                 batch = {m: wanted[m] for m in sizes[start : start + BATCH]}
-                calls = [self._measurements.expected_s(name, m) for m, names in batch.items() for name in names]
-                self._time(batch, sum(map(_margin_s, calls)))
+                once_s = sum(self._measurements.expected_s(name, m) for m, names in batch.items() for name in names)
+                self._time(batch, _MARGIN_CALLS * once_s)
 
     def _affordable(self, wanted: Mapping[int, list[str]], seconds: float) -> dict[int, list[str]]:
         """Return the first of the wanted M that can be timed in some seconds, with their kernels."""
@@ -215,8 +214,3 @@ class PlanSession(WeightSession):
                     chosen[packing] = plan_intervals
                     break
         return chosen
-
-
-def _margin_s(call_s: float) -> float:
-    """Return the seconds for timing a kernel where its margin is thin. call_s: the expected seconds of a call."""
-    return min(_MARGIN_CALLS * call_s, max(_MARGIN_S, _LEAST_CALLS * call_s))

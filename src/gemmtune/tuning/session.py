@@ -39,6 +39,9 @@ from .selection import (
 from .session_context import SessionContext
 from .time_budget import TimeBudget
 
+# Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
+# the time that choosing a kernel needs.
+OPEN_SHARE = 0.3
 # Seconds of builds after the first ones that do not count where a budget has a ``default_s`` of its own. When 3 s of
 # all builds did not count, the first Decision of a weight spent its time on the start of the builders: for M = 2048 it
 # had tried 6 to 8 candidates in 12 of 21 plans, 17 to 51 in the others (H100s and H200s, the ``tried`` of
@@ -110,7 +113,7 @@ class TuningSession:
         )
         self._worker.open(self._context.problem, self._context.seed)
         if not self._budget.strict:
-            self._budget.cap_spent(self._profile.open_share)
+            self._budget.cap_spent(OPEN_SHARE)
         stopped = self._exploration.run(limit)
         self._exploration.retime_fastest()
         self._confirm()
