@@ -75,13 +75,15 @@ def test_pytorchs_operator_normalises_what_the_kernel_does_not_take(
 def test_code_that_a_capture_would_load_is_not_launched(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Triton makes other code for another dtype."""
+    """Triton makes other code for another dtype, and for another number of columns."""
     kernel, weight = RowNorm(1e-5), on_gpu(40)
     a, half = on_gpu(3, 40), on_gpu(3, 40, dtype=torch.float16)
     assert kernel.run(a, weight, torch.empty_like(a))
     monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
     assert kernel.run(a, weight, torch.empty_like(a))
     assert not kernel.run(half, weight, torch.empty_like(half))
+    longer = on_gpu(3, 56)
+    assert not kernel.run(longer, on_gpu(56), torch.empty_like(longer))
     assert len(launches) == 2
 
 

@@ -116,6 +116,13 @@ def test_weight_has_a_plan_for_the_range(clock: FakeTime, store: MemoryStore) ->
     assert tuner.pools[0].closed
 
 
+class Immediate:
+    """A thread that has done its work when ``start`` returns."""
+
+    def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> None:
+        self.start = partial(target, *args)
+
+
 class FakeBuilders:
     """Builders that record the M and the candidate of each build that is begun."""
 
@@ -135,12 +142,6 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     def expected_kernels(problem: Problem, target: Target, decisions: Sequence[Decision], *_: Any) -> list[PoolKernel]:
         seen.append([int(decision.problem["m"]) for decision in decisions])
         return [expected]
-
-    class Immediate:
-        """A thread that has done its work when ``start`` returns."""
-
-        def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> None:
-            self.start = partial(target, *args)
 
     monkeypatch.setattr(plan_tuner, "threading", SimpleNamespace(Thread=Immediate))
     monkeypatch.setattr(plan_tuner, "list_ahead", lambda *args: listed.append((args, list(tuner.tuned))))
@@ -162,31 +163,30 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     assert len(plans) == 1
 
 
+@pytest.mark.parametrize("has_plan", [False, True])
 def test_next_weight_is_prepared_while_other_m_are_timed(
-    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, has_plan: bool
 ) -> None:
-    tuner, listed = FakeTuner(clock), list[tuple[int, int]]()
+    """Unless its stored plan is kept."""
     other = linear_problem(1, 64, 32, "float32")
-
-    def run(*_: Any) -> None:
-        listed.append((len(tuner.tuned), len(tuner.begun)))
-
-    monkeypatch.setattr(plan_tuner, "list_ahead", lambda problem, *_: listed.append((problem.n, len(tuner.tuned))))
-    monkeypatch.setattr(plan_tuner.PlanSession, "run", run)
+    if has_plan:
+        tune(FakeTuner(clock), store, range(1, 129), [(other, 1)])
+    tuner, events = FakeTuner(clock), list[Any]()
+    monkeypatch.setattr(plan_tuner, "threading", SimpleNamespace(Thread=Immediate))
+    monkeypatch.setattr(plan_tuner, "list_ahead", lambda problem, *_: events.append((problem.n, len(tuner.tuned))))
+    monkeypatch.setattr(plan_tuner.PlanSession, "run", lambda *_: events.append((tuner.begun.copy(), len(tuner.tuned))))
     monkeypatch.setattr(plan_tuner, "expected_kernels", lambda *_: [])
     monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
     monkeypatch.setattr(FakePool, "builders", FakeBuilders(), raising=False)
     profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
-    problems = [(PROBLEM.with_m(1), 9), (other, 1)]
-    PlanTuner(tuner, current_target(), store).tune(problems, range(1, 129))  # type: ignore[arg-type]
-    for thread in threading.enumerate():
-        if thread.name == "gemmtune-list":
-            thread.join()
-    weights = [PROBLEM.n, other.n] if PROBLEM.flops * 9 > other.flops else [other.n, PROBLEM.n]
-    assert (weights[0], 0) in listed
-    assert (weights[1], 3) in listed  # after the first weight's three Decisions
-    assert (3, 7) in listed  # when its other M are timed, the next weight's three builds have begun
+    first = linear_problem(1, 128, 32, "float32")  # costs more than the other one
+    tune(tuner, store, range(1, 129), [(first, 1), (other, 1)])
+    own = [48, 8, 8, 1]  # as its M are decided
+    prepared = [] if has_plan else [(other.n, 3)]
+    assert events[: 2 + len(prepared)] == [
+        (first.n, 0), *prepared, ([*own, *([] if has_plan else [48, 8, 1])], 3)
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import TypeGuard, TypeVar
 
 from ..core import devices
 from ..core.decision import Decision
@@ -126,7 +126,7 @@ class PlanTuner:
             self._remove_plan(weight.problem.plan_key)
             return decisions, None
         stored = self._store.get_plan(self._target, weight.problem.plan_key)
-        if stored is not None and _covers(stored, sizes) and not self._force:
+        if self._keeps(stored, sizes):
             return self._decide(weight, _decided_for(stored, sizes), pool), stored
         sizes = self._united(sizes, stored)
         decisions = self._decide_and_build(weight, sizes, pool)
@@ -146,6 +146,10 @@ class PlanTuner:
         self._build_ahead(weight, sizes, decisions, pool)
         return decisions + self._decide(weight, sizes.tuned[:1], pool)
 
+    def _keeps(self, stored: TunedPlan | None, sizes: SizeRange) -> TypeGuard[TunedPlan]:
+        """Whether a weight's stored plan is kept, rather than replaced by one for a range."""
+        return stored is not None and _covers(stored, sizes) and not self._force
+
     def _list_ahead(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> None:
         """Begin to list the candidates that a weight's plan may try, on a thread, which delays this one: to be called
         when the worker will be busy."""
@@ -160,6 +164,8 @@ class PlanTuner:
         if self._following is None or not self._builds_ahead(pool):
             return
         weight, sizes = self._following
+        if self._keeps(self._store.get_plan(self._target, weight.problem.plan_key), sizes):
+            return
         for m in reversed(sizes.tuned):  # about the order in which they are decided, and built
             self._tuner.begin_builds(weight.problem.with_m(m), pool)
         self._list_ahead(weight, sizes, pool)
@@ -195,7 +201,7 @@ class PlanTuner:
             return self._make_plan(weight, sizes, decisions, pool)
         with lease:
             stored = self._store.get_plan(self._target, key)
-            if stored is not None and _covers(stored, sizes) and not self._force:
+            if self._keeps(stored, sizes):
                 return stored
             united = self._united(sizes, stored)
             # Another process may have made a plan meanwhile, from Decisions that this one has not read.

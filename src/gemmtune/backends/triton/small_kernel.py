@@ -36,7 +36,8 @@ class SmallKernel:
         """
         if SmallKernel._broken:
             return False
-        code = tuple((t.dtype, t.stride(0) % 16, t.data_ptr() % 16) for t in (out, *operands) if t.dim())
+        tensors = [tensor for tensor in (out, *operands) if tensor.dim()]
+        code = tuple((t.dtype, t.shape[-1], t.stride(0) % 16, t.data_ptr() % 16) for t in tensors)
         if code not in self._launched and (why_unusable(triton_version()) or is_capturing(out.device)):
             return False
         try:
