@@ -7,20 +7,13 @@ from typing import Any
 import pytest
 import torch
 
-from gemmtune.backends.triton import small_kernel
+from gemmtune.backends.triton import jit_kernel
+from gemmtune.backends.triton.jit_kernel import JitKernel
 from gemmtune.backends.triton.pointwise import Pointwise, pointwise_of
-from gemmtune.backends.triton.small_kernel import SmallKernel
 from gemmtune.core.epilogue import Step
+from helpers.jit_kernels import OnGpu, pretend_that_triton_runs
 
 SWIGLU, RELU = Step("swiglu"), Step("relu")
-
-
-class OnGpu(torch.Tensor):
-    """A tensor on the CPU that says that it is on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
 
 
 @pytest.fixture
@@ -28,9 +21,7 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of outputs in place of launches."""
     made: list[tuple[int, ...]] = []
     monkeypatch.setattr(Pointwise, "launch", lambda self, acc, aux, out: made.append(tuple(out.shape)))
-    monkeypatch.setattr(SmallKernel, "_broken", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the number of a tensor on the CPU
-    monkeypatch.setattr(small_kernel, "triton_version", lambda: "3.6.0")
+    pretend_that_triton_runs(monkeypatch)
     return made
 
 
@@ -84,11 +75,11 @@ def test_nothing_is_compiled_while_a_graph_is_captured(
     kernel = pointwise_of((SWIGLU,), "float32", "float32")
     acc, out = operands()
     assert kernel is not None
-    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
+    monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: True)
     assert not kernel.run(acc, (), out)
-    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: False)
+    monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: False)
     assert kernel.run(acc, (), out)
-    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
+    monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: True)
     assert kernel.run(acc, (), out)  # it was launched before
     assert len(launches) == 2
 
@@ -110,7 +101,7 @@ def test_failure_of_triton_is_warned_of_once(
         assert not kernel.run(acc, (), out)
     assert len(tried) == 1
     assert [record.message for record in caplog.records if "no C compiler" in record.message]
-    monkeypatch.setattr(small_kernel, "triton_version", lambda: "")
-    monkeypatch.setattr(SmallKernel, "_broken", False)
+    monkeypatch.setattr(jit_kernel, "triton_version", lambda: "")
+    monkeypatch.setattr(JitKernel, "_broken", False)
     assert not kernel.run(acc, (), out)  # Triton is not installed
     assert len(tried) == 1

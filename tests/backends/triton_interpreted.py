@@ -22,7 +22,7 @@ from gemmtune.backends.gpu.rules import leading_dimensions, why_no_gpu_kernel
 from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.backends.triton.pointwise import pointwise_of
-from gemmtune.backends.triton.row_norm import RowNorm
+from gemmtune.backends.triton.rms_norm import RmsNorm
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import GATES, Step
 from gemmtune.core.problem import Layout, Operand, Problem
@@ -192,7 +192,7 @@ def main() -> None:
             run(problem, tiled(swap=swap), inputs, out)
             assert torch.equal(out, expected), f"{problem.out_dtype}: {out} {expected}"
             count += 1
-    count += check_pointwise() + check_row_norm()
+    count += check_pointwise() + check_rms_norm()
     print(f"{count} problems right")
 
 
@@ -227,14 +227,14 @@ def check_pointwise() -> int:
     return len(epilogues)
 
 
-def check_row_norm() -> int:
+def check_rms_norm() -> int:
     """Compare the kernel of a norm with ATen's operator. Return the number of shapes."""
     shapes = ((1, 20), (3, 1000), (5, 4096), (2, 5000))
     generator = torch.Generator().manual_seed(1)
     for m, k in shapes:
         a = torch.randn(m, k + 3, generator=generator).half()[:, :k]  # rows that are not next to one another
         weight, out = torch.randn(k, generator=generator), torch.full((m, k), 77.0, dtype=torch.float16)
-        RowNorm(1e-3).launch(a, weight, out)
+        RmsNorm(1e-3).launch(a, weight, out)
         expected = normalize_rows(a, Step("rms_norm", "inner", "float32", value=1e-3), weight)
         assert torch.allclose(out.float(), expected.float(), atol=2e-3, rtol=2e-3), (m, k)
     return len(shapes)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..backends.aten.norm import normalized
+from ..backends.aten.norm import normalize_rows_by_kernel
 from ..backends.aten.steps import apply_steps, dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel
 from ..backends.triton.pointwise import pointwise_of
@@ -125,7 +125,7 @@ class CallSite:
 
         def behind_norm(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             assert norm is not None
-            rows = normalized(a, norm, aux[0])
+            rows = normalize_rows_by_kernel(a, norm, aux[0])
             simpler._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
 
         def before_gate(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:

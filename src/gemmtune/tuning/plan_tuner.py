@@ -31,7 +31,7 @@ from .weight_session import WeightSession
 from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
-_LEAST_SWEEP = 0.25  # of the default time for other M, for a range of few M
+_LEAST_SWEEP = 0.25  # the least share of the default time for other M that a range of few M has
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
@@ -88,8 +88,7 @@ class PlanTuner:
         self._tuner, self._target, self._store = tuner, target, store
         self._profile = devices.get(target.device).profile
         self._seconds = seconds
-        self._following: tuple[Weight, SizeRange] | None = None  # the weight after the one that is tuned
-        self._listed: Weight | None = None  # the weight whose candidates were listed last
+        self._following: list[tuple[Weight, SizeRange]] = []  # the weights after the one that is tuned
         self._force, self._hot, self._seed, self._progress = force, hot, seed, progress
 
     def tune(
@@ -110,12 +109,13 @@ class PlanTuner:
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
         with closing(self._tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
-            for index, (weight, sizes) in enumerate(zip(weights, ranges, strict=True)):
-                self._following = next(iter(zip(weights[index + 1 :], ranges[index + 1 :], strict=True)), None)
+            self._following = list(zip(weights, ranges, strict=True))
+            while self._following:
+                weight, sizes = self._following.pop(0)
                 weight_decisions, plan = self._tune_weight(weight, sizes, pool)
                 decisions += weight_decisions
                 plans += [plan] if plan is not None else []
-                self._progress(PlanDone(weight.problem.plan_key, plan, len(weights) - index - 1))
+                self._progress(PlanDone(weight.problem.plan_key, plan, len(self._following)))
         return decisions, plans
 
     def _tune_weight(
@@ -138,7 +138,7 @@ class PlanTuner:
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         decisions: list[Decision] = []
-        self._list_ahead(weight, sizes, pool)  # while the worker starts, unless that was done for the weight before
+        self._list_ahead(weight, sizes, pool)  # while the worker starts
         for pair in itertools.pairwise(reversed(sizes.tuned)):
             for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
                 self._tuner.begin_builds(weight.problem.with_m(m), pool)
@@ -151,19 +151,18 @@ class PlanTuner:
         return stored is not None and _covers(stored, sizes) and not self._force
 
     def _list_ahead(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> None:
-        """Begin to list the candidates that a weight's plan may try, on a thread, which delays this one: to be called
-        when the worker will be busy."""
-        if self._builds_ahead(pool) and weight is not self._listed:
-            self._listed = weight
+        """Begin to list the candidates that a weight's plan may try, unless they were listed, on a thread, which delays
+        this one: to be called when the worker will be busy."""
+        if self._builds_ahead(pool):
             arguments = (weight.problem, self._target, sizes)
             threading.Thread(target=list_ahead, args=arguments, name="gemmtune-list", daemon=True).start()
 
     def _prepare_following(self, pool: WorkerPool) -> None:
         """Begin the first builds of the weight after the one that is tuned, and list its candidates: while a weight's
         kernels are timed at other M, nothing else is built."""
-        if self._following is None or not self._builds_ahead(pool):
+        if not self._following or not self._builds_ahead(pool):
             return
-        weight, sizes = self._following
+        weight, sizes = self._following[0]
         if self._keeps(self._store.get_plan(self._target, weight.problem.plan_key), sizes):
             return
         for m in reversed(sizes.tuned):  # about the order in which they are decided, and built

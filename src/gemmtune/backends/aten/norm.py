@@ -15,20 +15,21 @@ from .kernel import AtenKernel
 from .steps import normalize_rows
 
 
-def normalized(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
-    """Return the rows of ``a`` [M, K] normalised as ``normalize_rows`` does; on a GPU by a Triton kernel, if it can.
-    Not differentiable."""
+def normalize_rows_by_kernel(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
+    """Return the result of ``normalize_rows``, on a GPU by a Triton kernel where that takes these tensors. Not
+    differentiable."""
     if a.is_cuda:
-        from ..triton.row_norm import row_norm  # ``import gemmtune`` must not take the time of the Triton backend's
+        # Imported when it is needed: the Triton backend's modules take time that ``import gemmtune`` must not.
+        from ..triton.rms_norm import rms_norm_of
 
         out = a.new_empty(a.shape)
-        if row_norm(norm.value).run(a, weight, out):
+        if rms_norm_of(norm.value).run(a, weight, out):
             return out
     return normalize_rows(a, norm, weight)
 
 
 class NormThen(Kernel):
-    """The kernel of a Problem whose A is normalised: into a new tensor (``normalized``), then another kernel.
+    """The kernel of a Problem whose A is normalised: ``normalize_rows_by_kernel``, then another kernel.
 
     product: the kernel of ``problem.without_norm()``.
     """
@@ -45,7 +46,7 @@ class NormThen(Kernel):
         self._norm, self._product = norm, product
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        self._product.run(normalized(a, self._norm, aux[0]), b, aux[1:], out)
+        self._product.run(normalize_rows_by_kernel(a, self._norm, aux[0]), b, aux[1:], out)
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return self._product.functional(normalize_rows(a, self._norm, aux[0]), b, aux[1:])

@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ...core.epilogue import GATES, Epilogue
 from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
-from .small_kernel import SmallKernel, signals
+from .jit_kernel import JitKernel, signals
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _ELEMENTS = 1024  # of a program: 8 for each thread of 4 warps, which it loads by 16 bytes in two bytes' dtypes
 _MOST_COLUMNS = 65535 * _ELEMENTS  # by the limit of a grid's second dimension
 
 
-class Pointwise(SmallKernel):
+class Pointwise(JitKernel):
     """A kernel that computes steps from a matrix, for matrices of any number of rows. Made by ``pointwise_of``."""
 
     def __init__(self, steps: Epilogue) -> None:
@@ -37,14 +37,14 @@ class Pointwise(SmallKernel):
         stream, and return True. aux: the steps' tensors.
 
         Returns False, and does nothing, for matrices that it does not take (on a CPU, or with rows that are not dense),
-        and as ``SmallKernel._try``.
+        and as ``JitKernel._try_launch``.
         """
         matrices = (acc, out, *(t for t in aux if t.dim() == 2))
         if not acc.is_cuda or any(t.dim() != 2 or t.stride(1) != 1 for t in matrices):
             return False
         if not out.numel() or out.shape[1] > _MOST_COLUMNS:
             return False
-        return self._try(out, (acc, *aux), lambda: self.launch(acc, aux, out))
+        return self._try_launch(out, (acc, *aux), lambda: self.launch(acc, aux, out))
 
     def launch(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
         """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""

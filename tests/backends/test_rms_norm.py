@@ -9,22 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from gemmtune.backends.aten.norm import normalized
+from gemmtune.backends.aten.norm import normalize_rows_by_kernel
 from gemmtune.backends.aten.steps import normalize_rows
-from gemmtune.backends.triton import small_kernel
-from gemmtune.backends.triton.row_norm import RowNorm, row_norm
-from gemmtune.backends.triton.small_kernel import SmallKernel
+from gemmtune.backends.triton import jit_kernel
+from gemmtune.backends.triton.rms_norm import RmsNorm, rms_norm_of
 from gemmtune.core.epilogue import Step
+from helpers.jit_kernels import OnGpu, pretend_that_triton_runs
 
 NORM = Step("rms_norm", "inner", "float32", value=1e-5)
-
-
-class OnGpu(torch.Tensor):
-    """A tensor on the CPU that says that it is on a GPU."""
-
-    @property
-    def is_cuda(self) -> bool:  # type: ignore[override]
-        return True
 
 
 def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -36,21 +28,19 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of outputs in place of launches, which write PyTorch's results."""
     made: list[tuple[int, ...]] = []
 
-    def launch(self: RowNorm, a: Any, weight: Any, out: Any) -> None:
+    def launch(self: RmsNorm, a: Any, weight: Any, out: Any) -> None:
         made.append(tuple(out.shape))
         out.copy_(normalize_rows(a, NORM, weight))
 
-    monkeypatch.setattr(RowNorm, "launch", launch)
-    monkeypatch.setattr(SmallKernel, "_broken", False)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: -1)  # the number of a tensor on the CPU
-    monkeypatch.setattr(small_kernel, "triton_version", lambda: "3.6.0")
-    row_norm.cache_clear()
+    monkeypatch.setattr(RmsNorm, "launch", launch)
+    pretend_that_triton_runs(monkeypatch)
+    rms_norm_of.cache_clear()
     return made
 
 
 def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]]) -> None:
     a, weight = on_gpu(3, 40), on_gpu(40)
-    result = normalized(a, NORM, weight)
+    result = normalize_rows_by_kernel(a, NORM, weight)
     assert launches == [(3, 40)]
     assert torch.equal(result, normalize_rows(a, NORM, weight))
 
@@ -67,7 +57,7 @@ def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]]) -> N
 def test_pytorchs_operator_normalises_what_the_kernel_does_not_take(
     launches: list[tuple[int, ...]], a: Any, weight: Any
 ) -> None:
-    result = normalized(a, NORM, weight)
+    result = normalize_rows_by_kernel(a, NORM, weight)
     assert launches == []
     assert torch.equal(result, normalize_rows(a, NORM, weight))
 
@@ -76,10 +66,10 @@ def test_code_that_a_capture_would_load_is_not_launched(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton makes other code for another dtype, and for another number of columns."""
-    kernel, weight = RowNorm(1e-5), on_gpu(40)
+    kernel, weight = RmsNorm(1e-5), on_gpu(40)
     a, half = on_gpu(3, 40), on_gpu(3, 40, dtype=torch.float16)
     assert kernel.run(a, weight, torch.empty_like(a))
-    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: True)
+    monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: True)
     assert kernel.run(a, weight, torch.empty_like(a))
     assert not kernel.run(half, weight, torch.empty_like(half))
     longer = on_gpu(3, 56)
@@ -94,11 +84,11 @@ def test_captured_kernels_that_signal_are_recorded(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, signals: bool, capturing: bool, recorded: int
 ) -> None:
     seen: list[tuple[int, Any]] = []
-    kernel, a, weight = RowNorm(1e-5), on_gpu(3, 40), on_gpu(40)
+    kernel, a, weight = RmsNorm(1e-5), on_gpu(3, 40), on_gpu(40)
     assert kernel.run(a, weight, torch.empty_like(a))
-    monkeypatch.setattr(small_kernel, "signals", lambda device: signals)
-    monkeypatch.setattr(small_kernel, "is_capturing", lambda device: capturing)
-    monkeypatch.setattr(small_kernel, "record_captured", lambda stream, out: seen.append((stream, out)))
+    monkeypatch.setattr(jit_kernel, "signals", lambda device: signals)
+    monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: capturing)
+    monkeypatch.setattr(jit_kernel, "record_captured", lambda stream, out: seen.append((stream, out)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     out = torch.empty_like(a)
     assert kernel.run(a, weight, out)
@@ -106,10 +96,10 @@ def test_captured_kernels_that_signal_are_recorded(
 
 
 def test_only_gpus_with_programmatic_dependent_launch_signal(monkeypatch: pytest.MonkeyPatch) -> None:
-    small_kernel.signals.cache_clear()
+    jit_kernel.signals.cache_clear()
     monkeypatch.setattr(torch.version, "hip", None)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0) if device.index else (8, 9))
-    assert not small_kernel.signals(torch.device("cpu"))
-    assert not small_kernel.signals(torch.device("cuda", 0))
-    assert small_kernel.signals(torch.device("cuda", 1))
-    small_kernel.signals.cache_clear()
+    assert not jit_kernel.signals(torch.device("cpu"))
+    assert not jit_kernel.signals(torch.device("cuda", 0))
+    assert jit_kernel.signals(torch.device("cuda", 1))
+    jit_kernel.signals.cache_clear()

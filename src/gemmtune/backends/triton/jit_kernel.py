@@ -1,4 +1,5 @@
-"""What the Triton kernels beside products share: when they are launched, and what happens where Triton fails."""
+"""What kernels that Triton compiles when they are first called share: when they are launched, and what happens where
+Triton fails. (Kernels of products are compiled by builders, and launched by ``gpu/driver.py``.)"""
 
 from __future__ import annotations
 
@@ -20,21 +21,21 @@ log = logging.getLogger("gemmtune")
 _SIGNALS_FROM = (9, 0)  # the first compute capability with programmatic dependent launch
 
 
-class SmallKernel:
-    """A Triton kernel for matrices of any number of rows, in front of a product of a graph or behind it."""
+class JitKernel:
+    """A Triton kernel that computes what is in front of a product, or behind it, for any number of rows."""
 
     _broken: ClassVar[bool] = False  # Triton could not compile or launch a kernel in this process
 
     def __init__(self) -> None:
         self._launched: set[tuple[object, ...]] = set()
 
-    def _try(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
+    def _try_launch(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
         """Have ``launch`` write into ``out`` on its GPU's current stream, and return True. operands: what it reads.
 
         Returns False, and does nothing, where Triton is missing or failed, and while a CUDA graph is captured before
         the first call with operands for which Triton makes the same code: it would be loaded meanwhile.
         """
-        if SmallKernel._broken:
+        if JitKernel._broken:
             return False
         tensors = [tensor for tensor in (out, *operands) if tensor.dim()]
         code = tuple((t.dtype, t.shape[-1], t.stride(0) % 16, t.data_ptr() % 16) for t in tensors)
@@ -47,7 +48,7 @@ class SmallKernel:
                 with torch.cuda.device(out.device):
                     launch()
         except Exception as error:  # Triton's compiler has no exception class of its own
-            SmallKernel._broken = True
+            JitKernel._broken = True
             log.warning("Triton cannot run the steps beside PyTorch's products (%s): ATen's operators do", error)
             return False
         self._launched.add(code)

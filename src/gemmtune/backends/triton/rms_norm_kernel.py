@@ -1,4 +1,4 @@
-"""The Triton kernel of ``row_norm.py``, which imports this module when it launches it first."""
+"""The Triton kernel of ``rms_norm.py``, which imports this module when it launches it first."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from triton.language.extra.cuda import gdc_launch_dependents
 
 
 @triton.jit
-def gemmtune_row_norm(
+def gemmtune_rms_norm(
     a_ptr, weight_ptr, out_ptr, K, ld_a, eps,
     BLOCK: tl.constexpr, SIGNALS: tl.constexpr,
 ):  # fmt: skip

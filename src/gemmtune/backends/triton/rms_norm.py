@@ -10,15 +10,15 @@ import functools
 import torch
 from torch import Tensor
 
-from .small_kernel import SmallKernel, signals
+from .jit_kernel import JitKernel, signals
 
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 _MOST_COLUMNS = 16384  # a program has a row in its registers: 64 elements a thread of 8 warps
 _ELEMENTS_A_WARP = 512  # 16 bytes a thread, twice, in two bytes' dtypes
 
 
-class RowNorm(SmallKernel):
-    """A kernel that normalises the rows of matrices by the root of their mean square. Made by ``row_norm``."""
+class RmsNorm(JitKernel):
+    """A kernel that normalises the rows of matrices by the root of their mean square. Made by ``rms_norm_of``."""
 
     def __init__(self, eps: float) -> None:
         super().__init__()
@@ -29,27 +29,27 @@ class RowNorm(SmallKernel):
         stream, and return True. They are computed in float32, and rounded once.
 
         Returns False, and does nothing, for tensors that it does not take (on a CPU, of other dtypes than bfloat16,
-        float16 and float32, with rows that are not dense or longer than 16384), and as ``SmallKernel._try``.
+        float16 and float32, with rows that are not dense or longer than 16384), and as ``JitKernel._try_launch``.
         """
         if not a.is_cuda or a.dim() != 2 or not a.numel() or a.shape[1] > _MOST_COLUMNS:
             return False
         if {a.dtype, weight.dtype, out.dtype} - _FLOATS or a.stride(1) != 1 or weight.stride(0) != 1:
             return False
-        return out.is_contiguous() and self._try(out, (a, weight), lambda: self.launch(a, weight, out))
+        return out.is_contiguous() and self._try_launch(out, (a, weight), lambda: self.launch(a, weight, out))
 
     def launch(self, a: Tensor, weight: Tensor, out: Tensor) -> None:
         """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
-        from .row_norm_kernel import gemmtune_row_norm
+        from .rms_norm_kernel import gemmtune_rms_norm
 
         m, k = a.shape
         block = 1 << max(5, (k - 1).bit_length())
-        gemmtune_row_norm[(m,)](
+        gemmtune_rms_norm[(m,)](
             a, weight, out, k, a.stride(0), self._eps,
             BLOCK=block, SIGNALS=signals(a.device), num_warps=min(8, max(1, block // _ELEMENTS_A_WARP)),
         )  # fmt: skip
 
 
 @functools.lru_cache(maxsize=64)
-def row_norm(eps: float) -> RowNorm:
+def rms_norm_of(eps: float) -> RmsNorm:
     """Return the kernel for this eps, which is added to the mean square."""
-    return RowNorm(eps)
+    return RmsNorm(eps)
