@@ -38,12 +38,13 @@ import gemmtune
 CASES = "bf16:1,bf16:16,bf16:64,int8:1,int8:16,int8:64,int4:1,int4:16,fp8:16,bf16:1x2048"
 PEERS = "eager,compile,max-autotune,gemmtune"
 OURS = "gemmtune"
-# The backend with other options: without programmatic dependent launch of Inductor's kernels, and without several of
-# them in one launch.
+# The backend with other options: without programmatic dependent launch of Inductor's kernels, without several of them
+# in one launch, and with Inductor's search for their configurations (coordinate descent).
 VARIANTS: dict[str, dict[str, Any]] = {
     OURS: {},
     "gemmtune-no-pdl": {"triton.enable_pdl": False},
     "gemmtune-no-combo": {"combo_kernels": False},
+    "gemmtune-descent": {"coordinate_descent_tuning": True},
     "gemmtune-plain": {"triton.enable_pdl": False, "combo_kernels": False},
 }
 HIDDEN, INNER, HEADS, KV_HEADS, VOCAB, EPS = 4096, 14336, 32, 8, 128256, 1e-5

@@ -117,6 +117,27 @@ def test_replays_of_a_captured_graph(make: Callable[[nn.Linear], nn.Module], row
     assert_replays_match(graph, x, result, model)
 
 
+@pytest.mark.filterwarnings("ignore:The CUDA Graph is empty")  # by which Inductor makes the graphs' memory
+@pytest.mark.parametrize(
+    "make", [lambda linear: linear, Int8Linear, Int4Linear], ids=["bf16", "int8 weights", "int4 weights"]
+)
+def test_cuda_graphs_of_inductor_own_no_weights(
+    make: Callable[[nn.Linear], nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Inductor raises if memory that was allocated during warm-up, by merging or packing weights, is still in use."""
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda problem, device: 1.0)  # so that gate and up are merged
+    model = make_model(make)
+    wide = copy.deepcopy(model).float()
+    compiled = gemmtune.compile(model, mode="reduce-overhead", options={"budget": 1.0, "store": MemoryStore()})
+    with torch.no_grad():
+        for seed in range(5):
+            torch.manual_seed(seed)
+            x = torch.randn(48, WIDTH, device="cuda", dtype=torch.bfloat16)
+            expected = wide(x.float())
+            error = (compiled(x).float() - expected).norm() / expected.norm()
+            assert error < 2e-2, seed
+
+
 @pytest.mark.parametrize("make", [lambda linear: linear, Int8Linear], ids=["bf16", "int8 weights"])
 def test_one_graph_serves_all_rows(make: Callable[[nn.Linear], nn.Module]) -> None:
     """With norms and gates inside of products for few rows, and beside them for many."""

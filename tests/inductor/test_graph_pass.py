@@ -19,7 +19,7 @@ from gemmtune.inductor import graph_pass, hooks, plan_graph
 from gemmtune.inductor.costs import Cost
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.graph_report import GraphReport
-from gemmtune.inductor.options import Options
+from gemmtune.inductor.options import Options, parse_options
 from helpers.graphs import prefer, run_pass, trace, trace_dynamic
 
 BF16 = torch.bfloat16
@@ -138,6 +138,12 @@ def test_unsafe_graph_disables_dependent_launch(monkeypatch: pytest.MonkeyPatch)
     with hooks.inductor_config.patch({"triton.enable_pdl": True}):
         ProductPass(Options(policy="off"), checks_pdl=True)(trace(torch.relu, X).graph)
         assert not hooks.inductor_config.triton.enable_pdl
+
+
+def test_key_of_a_graph_has_coordinate_descent() -> None:
+    """It is off when AOTAutograd makes the graph's key."""
+    keys = {ProductPass(parse_options(None, {"coordinate_descent_tuning": on})).uuid() for on in (False, True)}
+    assert len(keys) == 2
 
 
 def test_residual_is_added_by_the_product_so_that_the_norm_behind_it_reads_one_matrix(

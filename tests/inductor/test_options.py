@@ -23,7 +23,9 @@ def test_options_are_divided() -> None:
     assert options.multi_kernel_hints == (64, 256)
     assert options.inductor["epilogue_fusion"] is False
     assert options.inductor["triton.cudagraphs"] is False
-    assert options.inductor["coordinate_descent_tuning"] is True
+    assert "coordinate_descent_tuning" not in options.inductor, "the mode's"
+    assert not options.descends
+    assert parse_options("max-autotune", {"coordinate_descent_tuning": True}).descends
     assert options.inductor["max_autotune_pointwise"] is True
     assert "max_autotune" not in options.inductor
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from gemmtune.core.devices import HostDevice
 from gemmtune.inductor import weight_forms
-from gemmtune.inductor.weight_forms import MAX_CHANGES, MergedWeights, PackedForms
+from gemmtune.inductor.weight_forms import MAX_CHANGES, GroupedScales, MergedWeights, PackedForms
 from gemmtune.ops.packing import pack
 
 
@@ -103,3 +106,19 @@ def test_inference_tensors_are_not_packed() -> None:
         weight = torch.ones(8, 8)
     with pytest.raises(RuntimeError):
         PackedForms().put([weight], "a", pack(torch.ones(8, 8)))
+
+
+def test_memory_of_merged_weights_and_scales_may_outlive_cuda_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+
+    def make_lasting(self: HostDevice, device: torch.device, make: Callable[[], Any]) -> Any:
+        made.append(device)
+        return make()
+
+    monkeypatch.setattr(HostDevice, "make_lasting", make_lasting)
+    weights = linears()
+    merged, scales = MergedWeights(movable=True), GroupedScales(torch.float32, 8)
+    for _ in range(3):
+        merged.get(weights)
+        scales.get(weights)
+    assert made == [torch.device("cpu")] * 2

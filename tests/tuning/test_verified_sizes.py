@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.candidate import Candidate
-from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, PATHS, RUN, sizes_to_verify
+from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, PATHS, RUN, WIDE, sizes_to_verify
 
 Spans = list[tuple[int, int]]
 
@@ -54,6 +54,16 @@ def test_ends_of_spans_are_verified_and_the_rows_of_others_limited(spans: Spans,
     assert {m for span in spans for m in span} <= set(sizes)
     longest_run = RUN * (max(first for first, _ in spans) + 2 * RUN)
     assert sum(m for m in sizes if m not in ends) <= MAX_ROWS * spans[-1][1] + longest_run
+
+
+@pytest.mark.parametrize(("columns", "share"), [(WIDE, 1.0), (2 * WIDE, 0.5), (128 * WIDE, 1 / MAX_ROWS)])
+def test_wide_results_are_verified_at_fewer_rows(columns: int, share: float) -> None:
+    spans = [(1, 100), (101, 4096), (4097, 8192)]
+    for seed in range(20):
+        sizes = sizes_to_verify(spans, candidate(128), random.Random(seed), None, columns)
+        certain = {m for first, last in spans for m in (first, last, min(first | 1, last))}
+        others = sum(m for m in sizes if m not in certain and m > 2 * RUN)
+        assert 0 < others <= share * MAX_ROWS * 8192 + RUN * (101 + 2 * RUN)
 
 
 @given(ascending_spans(), st.integers(0, 1000))

@@ -7,10 +7,11 @@ registry; nothing else compares device types. ``register`` adds a kind from outs
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from types import MappingProxyType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,8 @@ from .target import Target, current_cpu, current_cuda
 from .torch_compat import current_device, empty_cpu, empty_cuda
 
 CPU = torch.device("cpu")
+
+T = TypeVar("T")
 
 # What decisions and loaded kernels are cached under: the host with its number of threads, or a device with its index.
 DeviceKey = tuple[str, int]
@@ -125,6 +128,10 @@ class Device:
         """Whether the device's current stream is being captured into a graph: nothing may be loaded meanwhile."""
         return False
 
+    def make_lasting(self, device: torch.device, make: Callable[[], T]) -> T:
+        """Return ``make()``, called so that tensors which it allocates may outlive the CUDA graphs of Inductor."""
+        return make()
+
     def synchronize(self, device: torch.device) -> None:
         """Wait until the device has done all its work."""
         self.module.synchronize(device)
@@ -213,6 +220,21 @@ class CudaDevice(Device):
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 
+    def make_lasting(self, device: torch.device, make: Callable[[], T]) -> T:
+        """Return ``make()``, called without gradients on a thread of its own, on this thread's stream.
+
+        While Inductor's CUDA graphs warm up (``mode="reduce-overhead"``), all that their thread allocates comes from
+        the graphs' memory, in which nothing but their results may be in use afterwards.
+        """
+        stream = torch.cuda.current_stream(device)
+
+        def run() -> T:
+            with torch.cuda.stream(stream), torch.no_grad():
+                return make()
+
+        with ThreadPoolExecutor(1, "gemmtune-lasting") as executor:
+            return executor.submit(run).result()
+
     def allocator(
         self, shape: tuple[int, ...], strides: tuple[int, ...], dtype: torch.dtype, device: torch.device, current: bool
     ) -> Callable[[], Tensor]:
@@ -260,6 +282,14 @@ def is_served(device: torch.device) -> bool:
 def is_capturing(device: torch.device) -> bool:
     """Whether the device's current stream is being captured into a graph: nothing may be loaded meanwhile."""
     return is_served(device) and get(device.type).is_capturing(device)
+
+
+def make_lasting(device: torch.device, make: Callable[[], T]) -> T:
+    """Return ``make()``, called so that tensors which it allocates may outlive the CUDA graphs of Inductor; while a
+    graph is captured, as it is."""
+    if not is_served(device) or is_capturing(device):
+        return make()
+    return get(device.type).make_lasting(device, make)
 
 
 def is_host(type: str) -> bool:

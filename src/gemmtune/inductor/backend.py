@@ -15,7 +15,7 @@ from ..dispatch.runtime import RUNTIME
 from ..tuning.api import start_workers
 from .graph_pass import ProductPass, TunedMeanwhile, store_of
 from .graph_report import GraphReport
-from .hooks import compile_graph, inductor_config, is_body, time_kernels_without_copies
+from .hooks import compile_graph, inductor_config, is_body, time_kernels_on_device
 from .options import PDL, Options, launch_patches, parse_options
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def gemmtune_backend(
     parsed = parse_options(mode, options)
     launches: dict[str, Any] = {}
     if parsed.tunes_pointwise and _cuda_devices(example_inputs):
-        time_kernels_without_copies()
+        time_kernels_on_device()
         launches = launch_patches(parsed) if _can_launch_early(example_inputs) else {}
     asked: set[str] = set()
     with _workers_of_cold_store(parsed, gm, example_inputs) as pools:
@@ -51,7 +51,7 @@ def gemmtune_backend(
             )  # fmt: skip
             patches = {**launches, **parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
             try:
-                compiled: Any = compile_graph(gm, example_inputs, patches)
+                compiled: Any = compile_graph(gm, example_inputs, patches, parsed.descends)
                 return compiled  # type: ignore[no-any-return]
             except Exception as error:  # Inductor wraps what a pass raises in an error of its own
                 if not _was_raised_by(error, TunedMeanwhile):
@@ -129,7 +129,7 @@ def explain(
         graph_pass = ProductPass(parsed, on_report=collect)
         patches = {**parsed.inductor, "post_grad_custom_pre_pass": graph_pass, "force_disable_caches": True}
         try:
-            compile_graph(gm, example_inputs, patches)
+            compile_graph(gm, example_inputs, patches, parsed.descends)
         except Exception as error:  # Inductor wraps what a pass raises in an error of its own
             if not _was_raised_by(error, _Explained):
                 raise

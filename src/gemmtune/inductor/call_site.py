@@ -214,16 +214,21 @@ class CallSite:
         if packed is not None or devices.is_capturing(device):
             return packed
         with torch.inference_mode(False), torch.no_grad():
-            arguments = self._pack_arguments(weights)
-            if arguments is None:
-                return None
             try:
-                packed = pack(**arguments, m=[self.call.problem], layout=layout)
+                packed = devices.make_lasting(device, partial(self._packed_now, weights, layout))
             except UnsupportedError as error:
                 RUNTIME.warn_once(f"a weight of a compiled graph is served unpacked: {error}")
                 return None
+        if packed is None:
+            return None
         self._packed.put(weights, layout, packed)
         return packed
+
+    def _packed_now(self, weights: Sequence[Tensor], layout: str) -> PackedWeight | None:
+        """Return the weights in a layout; None for an int4 weight that ``pack`` does not take. Raises UnsupportedError
+        where no kernel packs them so."""
+        arguments = self._pack_arguments(weights)
+        return None if arguments is None else pack(**arguments, m=[self.call.problem], layout=layout)
 
     def _pack_arguments(self, weights: Sequence[Tensor]) -> dict[str, Any] | None:
         """Return the arguments of ``pack`` that are the weight; None for an int4 weight that ``pack`` does not take."""

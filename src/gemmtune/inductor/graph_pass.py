@@ -70,6 +70,7 @@ class ProductPass(CustomGraphPass):
         self.options, self.before, self.restarts, self.checks_pdl = options, tuple(before), restarts, checks_pdl
         self.on_report, self._pools = on_report, {} if pools is None else pools
         self.asked = set() if asked is None else asked
+        self._descends = options.descends  # it is off while the graph's key is made (``hooks.compile_graph``)
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
@@ -205,7 +206,7 @@ class ProductPass(CustomGraphPass):
         """Return what the pass's effect depends on: its sources, the options and all decisions of the store."""
         with store_of(self.options):
             parts = [get_hash_for_files(_SOURCES), __version__, self.options.policy, self.options.emulates_casts]
-            parts += [self.checks_pdl]
+            parts += [self.checks_pdl, self._descends]
             parts += [decisions_digest(), *(_uuid_of(each) for each in self.before)]
         return None if None in parts else "|".join(str(part) for part in parts)
 

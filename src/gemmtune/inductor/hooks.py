@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import functools
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -28,9 +31,13 @@ from .operator import product
 __all__ = [
     "PROVENANCE", "CustomGraphPass", "ProductKernel", "compile_graph", "compiles_python", "constant_inputs",
     "disable_pdl", "get_hash_for_files", "inductor_config", "is_body", "is_pdl_safe", "mode_options",
-    "outside_of_compilation", "time_kernels_without_copies",
+    "outside_of_compilation", "time_kernels_on_device",
 ]  # fmt: skip
 
+
+# How Inductor's kernels are timed: groups of calls, most calls and seconds of a group, how often that is tried, and
+# the cycles of a GPU's clock in a second, about.
+_GROUPS, _GROUP_CALLS, _GROUP_S, _TRIALS, _CYCLES_PER_S = 5, 8, 1e-3, 3, 2e9
 
 PROVENANCE = "gemmtune_provenance"  # the key of a node's metadata with a line about its kernel
 
@@ -94,18 +101,21 @@ def disable_pdl() -> None:
     inductor_config.triton.enable_pdl = False
 
 
-def time_kernels_without_copies() -> None:
-    """Have Inductor's autotuning copy the arguments that a Triton kernel overwrites before it times a configuration,
-    for the rest of this process.
+def time_kernels_on_device() -> None:
+    """Have Inductor's autotuning time its Triton kernels by the GPU's clock alone, for the rest of this process.
 
-    Inductor (torch 2.11 and 2.13) copies them within each timed call. Both took 78 us and more, and a kernel of a
-    decode step alone takes 2 to 10 us, so that noise chose the configuration: a norm with a residual took 3, 33 or 66
-    us in different compilations on an H200 (benchmarks/results/inductor-autotuning-h200-20261126.txt).
+    A kernel of a decode step takes 2 to 10 us. Inductor (torch 2.11 and 2.13) measures the time between two events with
+    one call between them, which is the host's time for a launch where that is longer: 18 or 36 us, by chance, for each
+    kernel of a step (benchmarks/results/inductor-timing-h200-20261128.txt). Here the calls wait in the stream until all
+    of them are launched (``_queued_ms``). Arguments that a kernel overwrites are copied before the calls; Inductor
+    copies them within each timed call, which took 78 us and more (inductor-autotuning-h200-20261126.txt).
     """
-    from torch._inductor.runtime.triton_heuristics import CachingAutotuner
+    from torch._inductor.runtime import triton_heuristics
 
-    inductors_bench: Any = CachingAutotuner.bench
-    if getattr(inductors_bench, "copies_once", False):
+    heuristics: Any = triton_heuristics
+    autotuner = heuristics.CachingAutotuner
+    inductors_bench = autotuner.bench
+    if getattr(inductors_bench, "times_on_device", False):
         return
 
     @functools.wraps(inductors_bench)
@@ -122,8 +132,43 @@ def time_kernels_without_copies() -> None:
             self.mutated_arg_names = overwritten
             self.restore_args_from_cpu(saved)
 
-    bench.copies_once = True  # type: ignore[attr-defined]
-    CachingAutotuner.bench = bench  # type: ignore[method-assign]
+    class QueueBenchmarker(type(heuristics.benchmarker)):  # type: ignore[misc]
+        def benchmark_gpu(self, call: Callable[[], Any], *args: Any, **kwargs: Any) -> float:
+            return _queued_ms(call)
+
+    bench.times_on_device = True  # type: ignore[attr-defined]
+    autotuner.bench, heuristics.benchmarker = bench, QueueBenchmarker()
+
+
+def _queued_ms(call: Callable[[], Any]) -> float:
+    """Return the milliseconds that a GPU takes for a call that follows another one: the median of ``_GROUPS`` groups.
+
+    The stream sleeps while the calls are launched. Where the sleep is over before that, it is tried again with more.
+    """
+    cuda: Any = torch.cuda  # whose annotations are incomplete
+    events = [cuda.Event(enable_timing=True) for _ in range(_GROUPS + 1)]
+    call()
+    cuda.synchronize()
+    start = time.perf_counter()
+    call()
+    cuda.synchronize()
+    alone_s = time.perf_counter() - start
+    calls = max(1, min(_GROUP_CALLS, int(_GROUP_S / alone_s)))
+    sleep_s = _GROUPS * calls * alone_s
+    for _ in range(_TRIALS):
+        cuda._sleep(int(_CYCLES_PER_S * sleep_s))
+        events[0].record()
+        for event in events[1:]:
+            for _ in range(calls):
+                call()
+            event.record()
+        was_queued = not events[0].query()
+        cuda.synchronize()
+        if was_queued:
+            break
+        sleep_s *= 4.0
+    group_ms: list[float] = [first.elapsed_time(last) for first, last in itertools.pairwise(events)]
+    return statistics.median(group_ms) / calls
 
 
 @contextmanager
@@ -133,14 +178,15 @@ def outside_of_compilation() -> Iterator[None]:
         yield
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any]) -> Any:
-    """Return ``compile_fx``'s result under patches of Inductor's configuration.
+def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], descends: bool) -> Any:
+    """Return ``compile_fx``'s result under patches of Inductor's configuration. descends: whether by
+    coordinate_descent_tuning, which must be part of a pass's ``uuid()``.
 
     With coordinate_descent_tuning, Inductor's decompositions make reductions of products by one row on a GPU, for which
-    gemmtune has kernels. So it is off while the graph is traced, and on when code is generated. (A table of
-    decompositions as an argument would do, too, but Inductor caches no graph that has one.)
+    gemmtune has kernels. So it is off while the graph is traced, when AOTAutograd makes the graph's key, and on when
+    code is generated. (A table of decompositions as an argument would do, too, but Inductor caches no graph that has
+    one.)
     """
-    descends = bool(patches.get("coordinate_descent_tuning", inductor_config.coordinate_descent_tuning))
     inner = inductor_config.patch({"coordinate_descent_tuning": descends})(compile_fx_inner)
     traced = {**patches, "coordinate_descent_tuning": False}
     return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=traced)

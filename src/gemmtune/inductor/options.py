@@ -10,7 +10,8 @@ from ..dispatch.policies import Policy
 from ..store.base import Store
 from .hooks import inductor_config, mode_options
 
-PDL, COMBO = "triton.enable_pdl", "combo_kernels"  # options of Inductor
+# Options of Inductor.
+PDL, COMBO, DESCENT = "triton.enable_pdl", "combo_kernels", "coordinate_descent_tuning"
 
 _OURS = ("policy", "budget", "store", "backends", "multi_kernel_hints")
 
@@ -37,6 +38,11 @@ class Options:
     def tunes_pointwise(self) -> bool:
         """Whether Inductor's own kernels are tuned: in the modes of ``torch.compile`` with max-autotune."""
         return bool(self.inductor.get("max_autotune_pointwise"))
+
+    @property
+    def descends(self) -> bool:
+        """Whether Inductor searches for its kernels' configurations by coordinate descent."""
+        return bool(self.inductor.get(DESCENT, getattr(inductor_config, DESCENT)))
 
     @property
     def emulates_casts(self) -> bool:
@@ -90,13 +96,18 @@ def launch_patches(options: Options) -> dict[str, Any]:
 
 
 def _mode_patches(mode: str | None) -> dict[str, Any]:
-    """Return a mode's patches. gemmtune chooses the products, so that Inductor's autotuning is for other kernels."""
+    """Return a mode's patches. gemmtune chooses the products, so that Inductor's autotuning is for other kernels.
+
+    Without the mode's coordinate descent, which builds some ten more configurations of each kernel, one after the
+    other: 30 s for a decoder's twelve kernels. benchmarks/e2e_gpu.py measures what it gains ("gemmtune-descent").
+    """
     modes = mode_options()
     if mode is not None and mode not in modes:
         raise ValueError(f"mode must be one of {', '.join(modes)}; got {mode!r}")
     patches = dict(modes[mode]) if mode is not None else {}
     if patches.pop("max_autotune", False):
         patches["max_autotune_pointwise"] = True
+    patches.pop(DESCENT, None)
     return patches
 
 

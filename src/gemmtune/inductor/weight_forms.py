@@ -16,6 +16,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -107,7 +108,7 @@ class MergedWeights:
             return self._merged
         if self._copy is not None and self._versions is not None and self._versions.hold(tensors):
             return self._copy
-        return self._merge(tensors)
+        return devices.make_lasting(tensors[0].device, partial(self._merge, tensors))
 
     def _merge(self, tensors: Sequence[Tensor]) -> Tensor:
         if self._movable:
@@ -144,6 +145,9 @@ class GroupedScales:
         """Return the tensors [N, groups], one behind the other along N."""
         if self._whole is not None and self._versions is not None and self._versions.hold(tensors):
             return self._whole
+        return devices.make_lasting(tensors[0].device, partial(self._join, tensors))
+
+    def _join(self, tensors: Sequence[Tensor]) -> Tensor:
         rows = torch.cat([tensor.detach().reshape(-1, self._groups) for tensor in tensors]).to(self._dtype)
         whole = rows.t().contiguous() if self._groups > 1 else rows.reshape(-1)
         if not any(tensor.is_inference() for tensor in tensors):  # those may have changed at the next call, unseen

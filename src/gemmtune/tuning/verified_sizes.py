@@ -14,6 +14,9 @@ EDGES = 3  # multiples of the tile's rows, with both neighbors
 PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
 MAX_SIZES = 96
 MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
+# Columns of a result from which on there are fewer of these rows, as many elements: checking 8,192 rows of 128,256
+# columns takes about a second on an H100 (benchmarks/results/tuning-timeline-h100-20261128.txt).
+WIDE = 16384
 
 
 def sizes_to_verify(
@@ -21,17 +24,19 @@ def sizes_to_verify(
     candidate: Candidate,
     rng: random.Random,
     path: Callable[[int], Hashable] | None = None,
+    columns: int = 1,
 ) -> list[int]:
     """Return the M at which to verify a kernel that serves ``spans`` (first and last M of each), in a random order.
 
-    path: as ``Backend.code_paths`` returns it for the kernel.
+    path: as ``Backend.code_paths`` returns it for the kernel. columns: of its result.
 
     A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
     consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. A kernel that has copies of its
     code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
     ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are
-    preferred. The other M, without those for copies, have ``MAX_ROWS`` together.
+    preferred. The other M, without those for copies, have ``MAX_ROWS`` times the largest M together, fewer where the
+    result has more columns than ``WIDE``, but at least as many as the largest M.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
@@ -42,9 +47,10 @@ def sizes_to_verify(
         others |= {rng.randint(first, last) for _ in range(RANDOM)} | {min(rng.randint(first, last) | 1, last)}
     others -= certain | ends | edges
     few, rows = list[int](), 0
+    limit = max(1.0, MAX_ROWS * min(1.0, WIDE / columns)) * highest
     for m in (*rng.sample(sorted(edges), len(edges)), *rng.sample(sorted(others), len(others))):
         rows += m
-        few += [m] if rows <= MAX_ROWS * highest else []
+        few += [m] if rows <= limit else []
     sizes = [*certain, *rng.sample(sorted(ends), len(ends)), *few][:MAX_SIZES]
     rng.shuffle(sizes)
     return sizes

@@ -158,7 +158,7 @@ class WeightSession:
             kernel = self._measurements.pool[name]
             spans = [(interval.first, interval.last) for interval in intervals if interval.kernel == name]
             path = self._code_paths(kernel)
-            chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path)
+            chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns)
             sizes = [m for m in chosen if m not in self._verified[name]]
             if not sizes:
                 continue
