@@ -130,6 +130,20 @@ def test_other_forms_are_tuned_where_the_widest_is_slower_than_assumed_of_them(
     assert kinds(plan().other_problems()) == others
 
 
+@pytest.mark.parametrize("merged_s", [1.9, 4.0])
+def test_parts_of_a_merged_product_are_assumed_to_be_as_slow_beside_their_traffic_as_the_whole(
+    merged_s: float, decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two products of 1 second each by their traffic are one that may take as long as 1.9 seconds."""
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda problem, device: 1.0 if problem.n == 48 else 1.9)
+    monkeypatch.setattr(plan_graph, "cost_of", lambda problem, _: Cost(merged_s, True) if problem.n == 96 else None)
+    graph = trace(lambda x, w, u: (F.linear(x, w), F.linear(x, u)), X, W, U).graph
+    products, _ = find_products(graph, frozenset(list(graph.nodes)[1:3]), emulate=False)
+    two = GraphPlan(products)
+    assert two.other_problems() == {}
+    assert [len(form.products) for form in two.choose()] == [2]
+
+
 def test_products_that_were_not_tuned_stay_inductors(decided: dict[tuple[str, ...], float]) -> None:
     decided |= {GATES: 2.1, RESIDUAL: 1.1}
     assert plan().choose() == []

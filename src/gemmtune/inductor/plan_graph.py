@@ -66,13 +66,15 @@ class Form:
 class _Alone:
     """How one product is served by itself.
 
-    form: None where PyTorch's operator serves, or where the product was not tuned by itself. seconds: of its kernel;
-    assumed where it was not tuned. saved: the last node of the pointwise operations that the kernel includes, or None.
+    form: None where PyTorch's operator serves, or where the product was not tuned by itself. seconds: of its kernel.
+    saved: the last node of the pointwise operations that the kernel includes, or None. is_assumed: whether the product
+    was not tuned, so that the seconds are those of ``assumed_s``.
     """
 
     form: Form | None
     seconds: float
     saved: fx.Node | None = None
+    is_assumed: bool = False
 
 
 class _Candidate(NamedTuple):
@@ -247,14 +249,14 @@ class GraphPlan:
                 plain = min(plain, Cost(_UNPAIRED * torch_s, False))
             call = product.call(product.fixed)
             form = Form((product,), call, product.fixed, plain.seconds) if plain.beats_torch else None
-            result[id(product)] = _Alone(form, plain.seconds)
+            result[id(product)] = _Alone(form, plain.seconds, is_assumed=not is_tuned)
             end = None if length is None else product.end(length)
             if length is None or end is None or end in saved:
                 continue
             problem = product.problem(length)
             fused = cost_of(problem, device)
             if fused is None and not is_tuned:  # what is not tuned might include these operations at no cost
-                result[id(product)] = _Alone(None, plain.seconds, end)
+                result[id(product)] = _Alone(None, plain.seconds, end, is_assumed=True)
                 saved.add(end)
             if fused is None or not fused.beats_torch:
                 continue
@@ -274,8 +276,9 @@ class GraphPlan:
         # one after the other, differ by the host's noise.
         if cost is None or (is_host(device.type) and not cost.beats_torch):
             return None
-        lost = self._saved_alone(group, alone)
-        total = sum(alone[id(product)].seconds for product in group)
+        lost, slowness = self._saved_alone(group, alone), _slowness(call.problem, cost.seconds, device)
+        singles = (alone[id(product)] for product in group)
+        total = sum(single.seconds * (slowness if single.is_assumed else 1.0) for single in singles)
         return Form(tuple(group), call, group[0].fixed, cost.seconds) if cost.seconds + lost < _CLEAR * total else None
 
     def _saved_alone(self, group: Sequence[Product], alone: dict[int, _Alone]) -> float:
@@ -320,6 +323,13 @@ def problems_by_rows(problem: Problem, device: torch.device) -> list[tuple[Probl
         if rows > (result[-1][1] if result else 0):
             result.append((each, rows))
     return result
+
+
+def _slowness(problem: Problem, seconds: float, device: torch.device) -> float:
+    """Return how many times longer than ``assumed_s`` a measured product takes, at least 1.0. A product that is limited
+    by arithmetic takes about that many times longer in parts, too."""
+    assumed = assumed_s(problem, device)
+    return 1.0 if assumed is None else max(1.0, seconds / assumed)
 
 
 def _is_assumed(product: Product) -> bool:
