@@ -117,9 +117,32 @@ def result_is_int(problem: Problem) -> bool:
     return problem.family == "int_mm" and float_at(problem) > len(problem.epilogue)
 
 
-def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[str]:
+def matrix_members(problem: Problem) -> list[str]:
+    """Return the members of a structure with an element of each matrix of the result's shape that the epilogue
+    reads."""
+    return [f"{TYPES[str(step.dtype)]} t{index};" for index, step in _matrices(problem)]
+
+
+def matrix_reads(problem: Problem) -> list[str]:
+    """Return the statements that load the ``elements`` of row m and column n (``matrix_members``)."""
+    return [f"elements.t{index} = {_element(index)};" for index, _ in _matrices(problem)]
+
+
+def _matrices(problem: Problem) -> list[tuple[int, Step]]:
+    """Return the steps with matrices of the result's shape, with their indices."""
+    return [(index, step) for index, step in enumerate(problem.epilogue) if step.takes_tensor and step.axis == "full"]
+
+
+def _element(index: int) -> str:
+    return f"t{index}[(long long)m * ld{index} + n]"
+
+
+def epilogue_statements(problem: Problem, vectors: dict[str, Vector], *, loaded: bool = False) -> list[str]:
     """Return the statements that compute an element's result from its ``sum``. It is then rounded once and stored, or
-    is one factor of a gate. (Norms, which are in front of the product, and gates are parts of the templates.)"""
+    is one factor of a gate. (Norms, which are in front of the product, and gates are parts of the templates.)
+
+    loaded: whether the elements of matrices are in ``elements`` (``matrix_members``); they are loaded here otherwise.
+    """
     lines, name = [], "sum"
     float_index = float_at(problem) if problem.family == "int_mm" else MAX_STEPS + 1
     if _quant_of_sums(problem) is not None:
@@ -130,7 +153,9 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
             name = "value"
         if step is not None and step.kind != "rms_norm" and step.kind not in GATES:
             integer = problem.family == "int_mm" and name == "sum"
-            lines += _step(step, index, name, integer, vectors.get(f"t{index}"))
+            vector = vectors.get(f"t{index}")
+            element = vector.expression() if vector else f"elements.t{index}" if loaded else _element(index)
+            lines += _step(step, name, integer, element if vector or integer else f"number({element})")
     lines.append(f"return {name};")
     return lines
 
@@ -138,15 +163,14 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector]) -> list[st
 def gate_statements(problem: Problem) -> list[str]:
     """Return the statements that apply the activation of the Problem's gate to ``gate``."""
     step = problem.gate
-    return [] if step is None else _step(Step(GATES[step.kind]), 0, "gate", False, None)
+    return [] if step is None else _step(Step(GATES[step.kind]), "gate", False, "")
 
 
-def _step(step: Step, index: int, v: str, integer: bool, vector: Vector | None) -> list[str]:
+def _step(step: Step, v: str, integer: bool, tensor: str) -> list[str]:
+    """Return the statements of a step. v: the variable that it changes. tensor: an expression of its tensor's
+    element."""
     kind, _, value, low, high = step_constants(step, integer)
     literal = _int if integer else float_literal
-    tensor = vector.expression() if vector else f"t{index}[(long long)m * ld{index} + n]"
-    if not (vector or integer):
-        tensor = f"number({tensor})"
     if value != 1.0:
         tensor += f" * {literal(value)}"
     statements = {

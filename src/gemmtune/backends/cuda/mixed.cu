@@ -177,18 +177,37 @@ mixed(PARAMETERS) {
         sync_threads_of<32 * CONSUMERS>();
 #endif
 #endif
-        auto finish = [&](int m, int n, int y, int x, sum_t sum) {
+        // What the epilogue reads of matrices of C's shape, for one element.
+        struct Elements {
+            // MEMBERS
+        };
+        auto elements_at = [&](int m, int n) {
+            Elements elements;
+            // ELEMENTS
+            return elements;
+        };
+        auto finish = [&](int m, int n, int y, int x, sum_t sum, const Elements& elements) {
             // EPILOGUE
         };
         // All stages have been read: their memory is free for sums.
         char* free = memory + (stages - address_of(memory));
 #if SPLIT > 1
-        reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
+        struct FourElements { Elements of[4]; };
+        // wgmma's fragments: element e of vector i of a thread is in row y of the tile, which is a row of C, and column x.
+        auto row_of = [&](int i, int e) { return 8 * i + 2 * c + e % 2; };
+        auto column_of = [&](int e) { return 16 * warp + g + e / 2 * 8; };
+        auto read = [&](int i) {
+            FourElements four;
+#pragma unroll
+            for (int e = 0; e < 4; ++e) four.of[e] = elements_at(min(m0 + row_of(i, e), M - 1), min(n0 + column_of(e), N - 1));
+            return four;
+        };
+        reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, read, [&](int i, Four four, const FourElements& elements) {
 #pragma unroll
             for (int e = 0; e < 4; ++e) {
-                const int y = 8 * i + 2 * c + e % 2, x = 16 * warp + g + e / 2 * 8, m = m0 + y, n = n0 + x;
+                const int y = row_of(i, e), x = column_of(e), m = m0 + y, n = n0 + x;
                 if (m >= first_stored && m < M && n < N)
-                    round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e]));
+                    round_to(c_ptr[(long long)m * ldc + n], finish(m, n, y, x, four.of[e], elements.of[e]));
             }
         });
 #else
@@ -208,8 +227,9 @@ mixed(PARAMETERS) {
 #pragma unroll
             for (int i = 0; i < RUN; i += 2) {
                 const sum_t* both = turned + y * ACROSS + x + i;
-                round_to(run.of[i / 2], c_t{}, finish(m, min(n + i, N - 1), y, x + i, both[0]),
-                         finish(m, min(n + i + 1, N - 1), y, x + i + 1, both[1]));
+                const int left = min(n + i, N - 1), right = min(n + i + 1, N - 1);
+                round_to(run.of[i / 2], c_t{}, finish(m, left, y, x + i, both[0], elements_at(m, left)),
+                         finish(m, right, y, x + i + 1, both[1], elements_at(m, right)));
             }
             store(C, m, n, run);
         }

@@ -298,7 +298,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
 #if SPLIT > 1
             // All stages have been read: their memory is free for sums.
             char* free = memory + (stages - address_of(memory));
-            reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, [&](int i, Four four) {
+            auto read = [](int) { return Nothing{}; };
+            reduce_cluster<32 * CONSUMERS>(sums, free, empty + 8 * STAGES, part, read, [&](int i, Four four, Nothing) {
                 const int x = 8 * i + 2 * own;
 #pragma unroll
                 for (int half = 0; half < 2; ++half)

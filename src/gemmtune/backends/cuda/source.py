@@ -31,6 +31,8 @@ from .epilogue import (
     epilogue_vectors,
     float_literal,
     gate_statements,
+    matrix_members,
+    matrix_reads,
     result_is_int,
     scale_group,
     vector_words,
@@ -109,7 +111,10 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     text = _insert_statements(
         text, "KEPT", [vector.store_statement(index) for index, vector in enumerate(vectors.values())]
     )
-    text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors))
+    if template == MIXED:
+        text = _insert_statements(text, "MEMBERS", matrix_members(problem))
+        text = _insert_statements(text, "ELEMENTS", matrix_reads(problem))
+    text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors, loaded=template == MIXED))
     if template in (SKINNY, SLAB):
         text = _insert_statements(text, "GATE", gate_statements(problem))
     return Source("\n".join(lines) + "\n" + text, tuple(parameters), **launch)
