@@ -416,6 +416,18 @@ def test_cross_compiling_mixed_for_hopper(bits: int, m: int) -> None:
 
 
 @needs_nvrtc
+@pytest.mark.parametrize("m", [64, 200])
+def test_cross_compiling_mixed_with_a_residual(m: int) -> None:
+    """Blocks that share K have the residual in registers while they wait for sums, without spilling."""
+    problem = replace(weight_only_problem(m, 4096, 4096), epilogue=(Step("add", "full", "bfloat16"),))
+    candidates = [item for item in legal_candidates(problem) if item.template == "mixed" and item["split"] == 2]
+    for candidate in (candidates[0], max(candidates, key=lambda item: item["bm"])):
+        source = generate(problem, "mixed", dict(candidate.config))
+        assert "elements.t0 = t0[" in source.text
+        assert compiler.compile_source(source.text, (9, 0), source.arch, source.registers)[:4] == b"\x7fELF"
+
+
+@needs_nvrtc
 def test_compiler_errors_are_raised_with_their_text() -> None:
     with pytest.raises(KernelError, match=r"NVRTC cannot compile it: gemmtune.cu\(1\): error"):
         compiler.compile_source("nonsense", (9, 0))

@@ -122,3 +122,7 @@ def test_memory_of_merged_weights_and_scales_may_outlive_cuda_graphs(monkeypatch
         merged.get(weights)
         scales.get(weights)
     assert made == [torch.device("cpu")] * 2
+    with torch.inference_mode():
+        unversioned = [torch.randn(n, 8) for n in (4, 2)]
+    MergedWeights(movable=True).get(unversioned)
+    assert len(made) == 2, "of which a copy is made in every call, and kept by none"
