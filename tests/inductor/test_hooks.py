@@ -171,7 +171,7 @@ def test_launches_take_no_part_in_the_time_of_a_kernel(
     gpu = Gpu(call_ms, launch_ms)
     on_gpu(gpu, monkeypatch)
     time_kernels_on_device()
-    timed = triton_heuristics.benchmarker.benchmark(fn=gpu.call, device="cuda", rep=40)
+    timed = triton_heuristics.benchmarker.benchmark_gpu(gpu.call, rep=40)
     assert timed == pytest.approx(call_ms)
     assert gpu.now < max(20 * call_ms, 10.0)
 
