@@ -215,7 +215,7 @@ class CallSite:
             return packed
         with torch.inference_mode(False), torch.no_grad():
             try:
-                packed = devices.make_lasting(device, partial(self._packed_now, weights, layout))
+                packed = devices.make_lasting(device, partial(self._pack_weights, weights, layout))
             except UnsupportedError as error:
                 RUNTIME.warn_once(f"a weight of a compiled graph is served unpacked: {error}")
                 return None
@@ -224,7 +224,7 @@ class CallSite:
         self._packed.put(weights, layout, packed)
         return packed
 
-    def _packed_now(self, weights: Sequence[Tensor], layout: str) -> PackedWeight | None:
+    def _pack_weights(self, weights: Sequence[Tensor], layout: str) -> PackedWeight | None:
         """Return the weights in a layout; None for an int4 weight that ``pack`` does not take. Raises UnsupportedError
         where no kernel packs them so."""
         arguments = self._pack_arguments(weights)

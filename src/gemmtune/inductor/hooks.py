@@ -35,8 +35,8 @@ __all__ = [
 ]  # fmt: skip
 
 
-# How Inductor's kernels are timed: groups of calls, most calls and seconds of a group, how often that is tried, and
-# the cycles of a GPU's clock in a second, about.
+# Timing of Inductor's kernels: the number of groups of calls, the most calls and seconds of a group, the most trials,
+# and the cycles of a GPU's clock in a second, about.
 _GROUPS, _GROUP_CALLS, _GROUP_S, _TRIALS, _CYCLES_PER_S = 5, 8, 1e-3, 3, 2e9
 
 PROVENANCE = "gemmtune_provenance"  # the key of a node's metadata with a line about its kernel
@@ -105,9 +105,9 @@ def time_kernels_on_device() -> None:
     """Have Inductor's autotuning time its Triton kernels by the GPU's clock alone, for the rest of this process.
 
     A kernel of a decode step takes 2 to 10 us. Inductor (torch 2.11 and 2.13) measures the time between two events with
-    one call between them, which is the host's time for a launch where that is longer: 18 or 36 us, by chance, for each
-    kernel of a step (benchmarks/results/inductor-timing-h200-20261128.txt). Here the calls wait in the stream until all
-    of them are launched (``_queued_ms``). Arguments that a kernel overwrites are copied before the calls; Inductor
+    one call between them, which is the host's time for a launch where that is longer: 17 to 39 us, by chance, for the
+    kernels of a step (benchmarks/results/inductor-timing-h200-20261128.txt). Here the calls wait in the stream until
+    all of them are launched (``_queued_ms``). Arguments that a kernel overwrites are copied before the calls; Inductor
     copies them within each timed call, which took 78 us and more (inductor-autotuning-h200-20261126.txt).
     """
     from torch._inductor.runtime import triton_heuristics
@@ -143,7 +143,8 @@ def time_kernels_on_device() -> None:
 def _queued_ms(call: Callable[[], Any]) -> float:
     """Return the milliseconds that a GPU takes for a call that follows another one: the median of ``_GROUPS`` groups.
 
-    The stream sleeps while the calls are launched. Where the sleep is over before that, it is tried again with more.
+    The stream sleeps while the calls are launched. Where the sleep ends before that, they are timed again behind a
+    longer one.
     """
     cuda: Any = torch.cuda  # whose annotations are incomplete
     events = [cuda.Event(enable_timing=True) for _ in range(_GROUPS + 1)]

@@ -98,8 +98,8 @@ def launch_patches(options: Options) -> dict[str, Any]:
 def _mode_patches(mode: str | None) -> dict[str, Any]:
     """Return a mode's patches. gemmtune chooses the products, so that Inductor's autotuning is for other kernels.
 
-    Without the mode's coordinate descent, which builds some ten more configurations of each kernel, one after the
-    other: 30 s for a decoder's twelve kernels. benchmarks/e2e_gpu.py measures what it gains ("gemmtune-descent").
+    Without the mode's coordinate descent, which builds some seven configurations of each kernel, one after the other:
+    30 s for a decoder's twelve kernels. benchmarks/e2e_gpu.py measures what it gains ("gemmtune-descent").
     """
     modes = mode_options()
     if mode is not None and mode not in modes:

@@ -67,8 +67,8 @@ class _Alone:
     """How one product is served by itself.
 
     form: None where PyTorch's operator serves, or where the product was not tuned by itself. seconds: of its kernel.
-    saved: the last node of the pointwise operations that the kernel includes, or None. is_assumed: whether the product
-    was not tuned, so that the seconds are those of ``assumed_s``.
+    saved: the last node of the pointwise operations that the kernel includes, or None. is_assumed: whether the seconds
+    are those of ``assumed_s``.
     """
 
     form: Form | None
@@ -236,7 +236,7 @@ class GraphPlan:
         for product in self.products:
             device, length = device_of(product), self._lengths[id(product)]
             plain = cost_of(product.problem(product.fixed), device)
-            is_tuned = plain is not None
+            is_tuned, is_assumed = plain is not None, plain is None
             if plain is None:
                 seconds = assumed_s(product.problem(product.fixed), device)
                 if seconds is None:
@@ -246,17 +246,19 @@ class GraphPlan:
                 torch_s = product.torch_s()
                 if torch_s is None:
                     continue
-                plain = min(plain, Cost(_UNPAIRED * torch_s, False))
+                by_torch = Cost(_UNPAIRED * torch_s, False)
+                is_assumed = is_assumed and plain <= by_torch
+                plain = min(plain, by_torch)
             call = product.call(product.fixed)
             form = Form((product,), call, product.fixed, plain.seconds) if plain.beats_torch else None
-            result[id(product)] = _Alone(form, plain.seconds, is_assumed=not is_tuned)
+            result[id(product)] = _Alone(form, plain.seconds, is_assumed=is_assumed)
             end = None if length is None else product.end(length)
             if length is None or end is None or end in saved:
                 continue
             problem = product.problem(length)
             fused = cost_of(problem, device)
             if fused is None and not is_tuned:  # what is not tuned might include these operations at no cost
-                result[id(product)] = _Alone(None, plain.seconds, end, is_assumed=True)
+                result[id(product)] = _Alone(None, plain.seconds, end, is_assumed=is_assumed)
                 saved.add(end)
             if fused is None or not fused.beats_torch:
                 continue

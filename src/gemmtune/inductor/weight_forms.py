@@ -108,7 +108,7 @@ class MergedWeights:
             return self._merged
         if self._copy is not None and self._versions is not None and self._versions.hold(tensors):
             return self._copy
-        return _made_to_last(self._merge, tensors)
+        return _make_lasting(self._merge, tensors)
 
     def _merge(self, tensors: Sequence[Tensor]) -> Tensor:
         if self._movable:
@@ -129,7 +129,7 @@ class MergedWeights:
         return copy
 
 
-def _made_to_last(make: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
+def _make_lasting(make: Callable[[Sequence[Tensor]], Tensor], tensors: Sequence[Tensor]) -> Tensor:
     """Return ``make(tensors)``, which is kept unless there are inference tensors among them."""
     if any(tensor.is_inference() for tensor in tensors):
         return make(tensors)
@@ -152,7 +152,7 @@ class GroupedScales:
         """Return the tensors [N, groups], one behind the other along N."""
         if self._whole is not None and self._versions is not None and self._versions.hold(tensors):
             return self._whole
-        return _made_to_last(self._join, tensors)
+        return _make_lasting(self._join, tensors)
 
     def _join(self, tensors: Sequence[Tensor]) -> Tensor:
         rows = torch.cat([tensor.detach().reshape(-1, self._groups) for tensor in tensors]).to(self._dtype)

@@ -14,8 +14,8 @@ EDGES = 3  # multiples of the tile's rows, with both neighbors
 PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
 MAX_SIZES = 96
 MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
-# Columns of a result from which on there are fewer of these rows, as many elements: checking 8,192 rows of 128,256
-# columns takes about a second on an H100 (benchmarks/results/tuning-timeline-h100-20261128.txt).
+# Columns of a result from which on there are fewer of these rows, as many elements: verifying two kernels for 128,256
+# columns took 5 and 6 s on an H100 (benchmarks/results/tuning-timeline-h100-20261128.txt).
 WIDE = 16384
 
 
