@@ -72,7 +72,7 @@ class Blocks(nn.Module):
         return [block(x, r) for block, x, r in zip(self.blocks, inputs, residuals, strict=True)]
 
 
-def contestant(name: str, model: nn.Module, budget: float, device: str) -> Callable[..., list[Tensor]]:
+def contestant(name: str, model: nn.Module, budget: float | None, device: str) -> Callable[..., list[Tensor]]:
     torch._dynamo.reset()
     inductor_config.freezing = device == "cpu" and name != OURS
     if name == "eager":
@@ -81,7 +81,7 @@ def contestant(name: str, model: nn.Module, budget: float, device: str) -> Calla
         return torch.compile(model, dynamic=False)
     if name == "max-autotune":
         return torch.compile(model, mode="max-autotune-no-cudagraphs", dynamic=False)
-    options = {"budget": budget}
+    options = {} if budget is None else {"budget": budget}
     return gemmtune.compile(model, mode="max-autotune-no-cudagraphs", options=options, dynamic=False)
 
 
@@ -168,7 +168,7 @@ def main() -> None:
     parser.add_argument("--m")
     parser.add_argument("--peers", default="eager,compile,gemmtune", help="eager,compile,max-autotune,gemmtune")
     parser.add_argument("--rounds", type=int, default=31)
-    parser.add_argument("--budget", type=float, default=4.0, help="seconds to tune a Problem [4]")
+    parser.add_argument("--budget", type=float, help="seconds to tune a Problem, builds included [gemmtune's default]")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no case after this time")
     options = parser.parse_args()

@@ -130,6 +130,16 @@ def test_other_forms_are_tuned_where_the_widest_is_slower_than_assumed_of_them(
     assert kinds(plan().other_problems()) == others
 
 
+def test_product_without_its_residual_is_expected_to_follow(
+    decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert kinds(plan().expected_problems()) == {(64, ())}
+    decided |= {GATES: 2.1, RESIDUAL: 1.1}
+    assert plan().expected_problems().items() <= plan().other_problems().items()
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)
+    assert plan().expected_problems() == {}  # all forms come first
+
+
 @pytest.mark.parametrize("merged_s", [1.9, 4.0])
 def test_parts_of_a_merged_product_are_assumed_to_be_as_slow_beside_their_traffic_as_the_whole(
     merged_s: float, decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch

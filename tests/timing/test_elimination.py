@@ -322,8 +322,8 @@ def test_round_is_affordable_if_it_leaves_the_paired_test_its_share(
         (2.0, False, {}, 48.0),  # twelve pairs of 4 s
         (10.0, False, {}, 90.0),
         (0.1, True, {}, 1.5 * 12 * 0.2),
-        (0.005, True, {}, 1.5 * 50 * 0.01),  # a pair of 10 ms is not slow
-        (0.0051, True, {}, 1.5 * 12 * 0.0102),
+        (0.0015, True, {}, 1.5 * 50 * 0.003),  # a pair of 3 ms is not slow
+        (0.0016, True, {}, 1.5 * 12 * 0.0032),
         (1e-4, True, {}, 1.5 * 50 * 1e-3),  # the clock's own least timing is 0.5 ms
         (0.1, True, {"move_s": 2.0}, 1.5 * 12 * 0.2 + 4.0),
         (0.1, True, {"move_s": 50.0}, 40.0),

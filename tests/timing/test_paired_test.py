@@ -128,6 +128,17 @@ def test_interim_tests_are_earlier_for_slow_pairs() -> None:
     assert len(paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0)).challenger) == 12
 
 
+@pytest.mark.parametrize(
+    ("far_apart", "seconds", "pairs"), [(True, 2.1e-3, 12), (True, 1e-3, 50), (False, 2.1e-3, 50), (False, 7e-3, 12)]
+)
+def test_interim_tests_are_earlier_for_kernels_that_are_far_apart(far_apart: bool, seconds: float, pairs: int) -> None:
+    clock = FakeClock(noise=0.001)
+    challenger = make_entry("native", clock.kernel(0.5 * seconds), seconds=0.5 * seconds)
+    baseline = make_entry("aten", clock.kernel(seconds), seconds=seconds)
+    test = paired_test(challenger, baseline, clock, lambda _: 60.0, random.Random(0), far_apart=far_apart)
+    assert (test.won, len(test.challenger)) == (True, pairs)
+
+
 def test_operands_move_twice_before_the_first_interim_test() -> None:
     clock = FakeClock()
     moves: list[float] = []

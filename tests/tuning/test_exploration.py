@@ -18,7 +18,7 @@ from gemmtune.core.target import Target
 from gemmtune.store import MemoryStore
 from gemmtune.testing.store_suite import PROBLEM, TARGET
 from gemmtune.tuning import exploration, time_budget
-from gemmtune.tuning.exploration import BUILT_AHEAD, Exploration, first_builds
+from gemmtune.tuning.exploration import Exploration, first_builds
 from gemmtune.tuning.ledger import Ledger
 from gemmtune.tuning.searcher import SearchOptions
 from gemmtune.tuning.session_context import SessionContext
@@ -309,13 +309,13 @@ def test_candidates_that_failed_before_are_not_tried(clock: Clock) -> None:
 # --- builds ------------------------------------------------------------------------------------------------------
 
 
-def test_first_builds_are_twelve_of_each_template_that_needs_building(clock: Clock) -> None:
+def test_first_builds_are_the_first_of_each_template_that_needs_building(clock: Clock) -> None:
     first, second = make("y", 15, "first"), make("y", 3, "second")
-    assert BUILT_AHEAD == 12
     mixed = [second[0], *first, *X, *second[1:]]
     turns = [candidate for pair in zip(second, first[:3], strict=True) for candidate in pair]
-    assert first_builds(mixed) == [*turns, *first[3:12]]
-    assert first_builds(X) == []
+    assert first_builds(mixed, 12) == [*turns, *first[3:12]]
+    assert first_builds(mixed, 2) == turns[:4]
+    assert first_builds(X, 12) == []
 
 
 class Builds:
@@ -399,7 +399,8 @@ def test_idle_builders_build_what_the_search_may_ask_for_next(
 
 
 def test_first_builds_go_on_while_candidates_are_tried_where_that_disturbs_nothing(clock: Clock) -> None:
-    """Waiting for them takes no time of the budget, and no other candidate is waited for."""
+    """Six of each template are begun. Waiting for them takes no time of the budget, and no other candidate is waited
+    for."""
     builds, ahead = Builds(clock, slow_s=3.0), list[list[Candidate]]()
     session = Session(
         clock, ListedSearch(Y[:2], Y[2:3], likely=Y[16:20]), candidates=Y, build=builds, strict=False,
@@ -407,7 +408,7 @@ def test_first_builds_go_on_while_candidates_are_tried_where_that_disturbs_nothi
         profile=TuningProfile(builds_overlap=True),
     )  # fmt: skip
     session.exploration.run(None)
-    assert ahead[0] == Y[:12]
+    assert ahead[0] == Y[:6]
     assert builds.calls == [Y[:2], Y[2:3]]
     assert session.tried == Y[:3]
     assert session.context.budget.elapsed_s == 0.0
@@ -420,13 +421,13 @@ def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monke
         assert (problem, target) == (PROBLEM, TARGET)
         calls.append(list(candidates))
 
-    search = ListedSearch(Y[:1], likely=Y[10:18])
+    search = ListedSearch(Y[:1], likely=Y[4:12])
     Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
-    assert calls == [Y[:12], Y[12:14]]
+    assert calls == [Y[:6], Y[6:8]]
     monkeypatch.setattr(exploration, "allowed_cpus", lambda: frozenset({0}))
-    search = ListedSearch(Y[:1], likely=Y[10:18])
+    search = ListedSearch(Y[:1], likely=Y[4:12])
     Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
-    assert calls[2:] == [Y[:12], Y[12:13]]
+    assert calls[2:] == [Y[:6], Y[6:7]]
 
 
 # --- one candidate -----------------------------------------------------------------------------------------------

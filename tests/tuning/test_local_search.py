@@ -121,6 +121,15 @@ def test_slow_template_is_dropped_after_two_candidates() -> None:
     assert sum(candidate.template == "slow" for candidate in tried) == 2
 
 
+@pytest.mark.parametrize(("ratio", "count"), [(1.29, 10), (1.31, 4), (2.1, 2)])
+def test_template_that_is_behind_is_dropped_after_four_candidates(ratio: float, count: int) -> None:
+    fast, slow = grid()[:10], grid(template="slow")[:10]
+    search = LocalSearch([*fast, *slow], seeds=10, behind=1.3)
+    tried = run_search(search, lambda c: ratio if c.template == "slow" else 1.0)
+    assert sum(candidate.template == "slow" for candidate in tried) == count
+    assert sum(candidate.template != "slow" for candidate in tried) == 10
+
+
 def test_failing_template_is_dropped_after_two_candidates() -> None:
     valid, failing = grid()[:10], grid(template="bad")[:10]
     tried = run_search(LocalSearch([*valid, *failing]), lambda c: None if c.template == "bad" else 1.0)

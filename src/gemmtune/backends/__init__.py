@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -79,6 +79,11 @@ def readers(layout: str, device: str) -> Iterator[str]:
         with suppress(ImportError, AttributeError):
             if name != owner and owner in get(name).shared_layouts:
                 yield name
+
+
+def preloaded_modules(chosen: Iterable[str]) -> set[str]:
+    """Return the modules that processes which build or run kernels of the chosen backends import first."""
+    return {module for name in chosen for module in get(name).preload}
 
 
 def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:

@@ -137,7 +137,12 @@ class ProductPass(CustomGraphPass):
                 free = self._untuned(_only(others(), dynamic, True), device, dynamic)
             if fixed:
                 more = functools.partial(self._other_problems, plan, device, dynamic)
-                self._tune_now(fixed, device, pool, more=more)
+                expected = [
+                    problem
+                    for (ran_on, problem) in _only(plan.expected_problems(), dynamic, False)
+                    if ran_on == device and not _is_decided(problem, device)
+                ]
+                self._tune_now(fixed, device, pool, more=more, expected=expected)
         return True
 
     def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool) -> None:
@@ -180,7 +185,7 @@ class ProductPass(CustomGraphPass):
 
     def _tune_now(
         self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool, sizes: Sizes | None = None,
-        more: Callable[[], list[tuple[Problem, int]]] | None = None,
+        more: Callable[[], list[tuple[Problem, int]]] | None = None, expected: Sequence[Problem] = (),
     ) -> None:  # fmt: skip
         store = RUNTIME.store()
         assert store is not None
@@ -190,7 +195,7 @@ class ProductPass(CustomGraphPass):
                 tune_on_device,
                 device=device, store=store, budget=self.options.budget, backends=self.options.backends, pool=pool,
             )  # fmt: skip
-            decisions = tune(problems, m=sizes, more=more)
+            decisions = tune(problems, m=sizes, more=more, expected=expected)
             # PyTorch's operators would serve these for as long as this process lives. Where most are undecided, the
             # machine is still busy.
             undecided = [Problem.from_dict(d.problem) for d in decisions if d.outcome == "inconclusive"]

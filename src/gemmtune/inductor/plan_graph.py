@@ -138,6 +138,18 @@ class GraphPlan:
             if any(served.get(id(p)) != widest[id(p)].problem for p in candidate.products)
         )
 
+    def expected_problems(self) -> Problems:
+        """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: those
+        without the operations behind a product, which may take longer in its kernel than in one of Inductor's."""
+        widest = self._widest()
+        return _counts(
+            candidate
+            for candidate in self._candidates
+            if candidate.extent == _PLAIN
+            and widest[id(candidate.products[0])].extent == _FUSED
+            and _is_assumed(candidate.products[0])
+        )
+
     def _widest(self) -> dict[int, _Candidate]:
         """Return the form of each product that includes most, by id."""
         widest: dict[int, _Candidate] = {}

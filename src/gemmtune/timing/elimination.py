@@ -14,7 +14,7 @@ from typing import Any
 from ..core.events import BestSoFar
 from .clock import FLOOR_S, Clock, Run
 from .machine import Machine, MachineState
-from .paired_test import FIRST_SLOW_LOOK, SLOW_PAIR_S
+from .paired_test import FIRST_SLOW_LOOK, first_look
 from .race_entry import EntrantError, RaceEntry, fastest, ranked, ratio_to_baseline
 from .stats import mad, ratio_interval, slower_than, spend
 from .surroundings import Surrounding
@@ -349,8 +349,8 @@ class Elimination:
         """
         timing_s, limit_s = max(self._timing_s, self.clock.paired_timing_s), self._limit_s()
         share_s = max(_TEST_SHARE * limit_s, min(FIRST_SLOW_LOOK * 2.0 * timing_s, _TEST_MAX_SHARE * limit_s))
-        first_look = FIRST_SLOW_LOOK if 2.0 * timing_s > SLOW_PAIR_S else self._min_pairs
-        pairs_s = _FAR_APART_LOOKS * first_look * 2.0 * timing_s + 2.0 * self._move_s
+        pairs = first_look(2.0 * timing_s, self._min_pairs, self.far_apart)
+        pairs_s = _FAR_APART_LOOKS * pairs * 2.0 * timing_s + 2.0 * self._move_s
         return self._reserved_after_test_s() + (min(share_s, pairs_s) if self.far_apart else share_s)
 
     def _reserved_after_test_s(self) -> float:

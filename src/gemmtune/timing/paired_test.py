@@ -19,7 +19,9 @@ MAX_PAIRS = 600
 _MAX_PAIRS_STALLS = 4 * MAX_PAIRS  # the limit while only the origin of the stalls is open
 _GROWTH = 1.5  # pairs from one look to the next
 # Pairs that take longer than this, cache flushes included, are looked at before ``min_pairs``: they cover enough time.
-SLOW_PAIR_S = 10e-3
+_SLOW_PAIR_S = 10e-3
+# The same where the rounds before the test showed a difference of over 10%: fewer pairs show it.
+_FAR_APART_PAIR_S = 3e-3
 FIRST_SLOW_LOOK = 12
 _MIN_PAIRS_PER_PLACEMENT = 5  # pairs with the operands at one address that allow a statement about that placement
 _MIN_PAIRS = 9  # fewer pairs cannot give an interval at the confidence level of the first look
@@ -74,11 +76,13 @@ def paired_test(
     *,
     min_pairs: int = 50,
     gain: float = 0.003,
+    far_apart: bool = False,
 ) -> PairedTest:
     """Time pairs, in random order within each, until the ratio's interval is below ``1 - gain`` or cannot become so any
     more.
 
-    Looks are at ``min_pairs`` (12 when a pair takes over 10 ms), then at 1.5 times as many, up to 600. Each look spends
+    Looks are as ``first_look`` says, then at 1.5 times as many pairs, up to 600. far_apart: whether earlier timings
+    showed a large difference (they are none of the test's, so that the error stays what it is). Each look spends
     a part of a 1% two-sided error that grows with the cube root of the pairs, and the last look spends the rest. When
     time runs out the pairs so far get the last look. deadline(test so far): when time runs out, on ``clock``; it may
     move. move: moves the operands to other memory and returns whether it did; called twice before the first look (once
@@ -89,7 +93,7 @@ def paired_test(
     cost, timed_s, look_at = challenger.cost + baseline.cost, 0.0, min_pairs
     while True:
         if not test.error_spent:
-            look_at = min(FIRST_SLOW_LOOK, min_pairs) if cost > SLOW_PAIR_S else min_pairs
+            look_at = first_look(cost, min_pairs, far_apart)
             moves_at = {look_at // 2} if look_at < 3 * _MIN_PAIRS_PER_PLACEMENT else {look_at // 3, 2 * look_at // 3}
         if len(test.challenger) in moves_at and move():
             test.moves.append(len(test.challenger))
@@ -110,6 +114,14 @@ def paired_test(
             test.reason = f"{error.entry.id} {error} in the paired test"
             error.entry.drop("failed", test.reason)
             return test
+
+
+def first_look(pair_s: float, min_pairs: int, far_apart: bool) -> int:
+    """Return the number of pairs before a paired test's first look: ``min_pairs``, or 12 where fewer pairs cover enough
+    time, since one takes over 10 ms (over 3 ms for entries that are ``far_apart``). pair_s: seconds that a pair takes.
+    """
+    enough_s = _FAR_APART_PAIR_S if far_apart else _SLOW_PAIR_S
+    return min(FIRST_SLOW_LOOK, min_pairs) if pair_s > enough_s else min_pairs
 
 
 def _time_pair(test: PairedTest, challenger: RaceEntry, baseline: RaceEntry, clock: Clock, rng: random.Random) -> None:

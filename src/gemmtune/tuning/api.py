@@ -117,13 +117,15 @@ def tune_on_device(
     m: Sizes | None = None,
     config_key: ConfigKey | None = None,
     more: Callable[[], Sequence[tuple[Problem, int]]] | None = None,
+    expected: Sequence[Problem] = (),
     pool: WorkerPool | None = None,
 ) -> list[Decision]:
     """Tune counted Problems for one device and return their decisions: the part that ``tune`` and the command line
     share.
 
     The arguments are those of ``tune``. more: asked for further Problems, which the same worker tunes, each time that
-    all are decided, until it has none; not for a range of M. pool: the worker to use, from ``start_workers``; None
+    all are decided, until it has none; not for a range of M. expected: Problems that ``more`` may return, whose first
+    builds may begin before it does. pool: the worker to use, from ``start_workers``; None
     starts one and ends it. Decisions that the store cannot take are reported to ``progress``
     (``DecisionsUnstored``); dispatch is not refreshed.
     """
@@ -143,6 +145,7 @@ def tune_on_device(
         decisions: list[Decision] = []
         with closing(tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
             remaining: Sequence[tuple[Problem, int]] = list(problems)
+            pool.expected = list(expected)
             while remaining:
                 decisions += tuner.tune(remaining, pool)
                 remaining = more() if more is not None else ()

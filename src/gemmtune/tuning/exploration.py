@@ -39,6 +39,9 @@ MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's a
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
 RETIMED_WITHIN = 3.0
 BUILT_AHEAD = 12  # of each template
+# The same where candidates are timed while others are built: on a GPU the search leaves templates that are behind out
+# after their first four, and with 12 of each the kernels that it does ask for waited for some that it does not.
+BUILT_AHEAD_OVERLAPPING = 6
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2
 
@@ -73,7 +76,8 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        self._begin_builds(first_builds(candidates))
+        count = BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING
+        self._begin_builds(first_builds(candidates, count))
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._buildable(batch, search)
@@ -263,8 +267,8 @@ class Exploration:
         return min(listed, int(remaining_s / each_s) + 1 if each_s > 0 else listed)
 
 
-def first_builds(candidates: Iterable[Candidate]) -> list[Candidate]:
-    """Return the first BUILT_AHEAD candidates of each template that needs building, the first of each template first.
+def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Return the first ``count`` candidates of each template that needs building, the first of each template first.
 
     The search asks for all of them, a few at a time, in about this order.
     """
@@ -272,5 +276,5 @@ def first_builds(candidates: Iterable[Candidate]) -> list[Candidate]:
     for candidate in candidates:
         if not is_prebuilt(backends.get(candidate.backend)):
             firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
-    waves = itertools.zip_longest(*(group[:BUILT_AHEAD] for group in firsts.values()))
+    waves = itertools.zip_longest(*(group[:count] for group in firsts.values()))
     return [candidate for wave in waves for candidate in wave if candidate is not None]

@@ -19,11 +19,12 @@ class LocalSearch:
 
     It is deterministic for a given seed and given times. All baselines (ATen's candidates) come first, then those of
     ``first``. Then come the first ``seeds`` of each (backend, template), in turns, skipping the remainder of a template
-    whose first two came out ``hopeless`` times slower than the best. Then comes, around the ``leaders`` fastest, every
-    legal candidate that differs in one config entry (sizes: by one legal step). While the best has improved by 1%
-    within the last ``patience`` candidates, the search continues in small batches: around four times as many leaders
-    (screening times can rank the true best below the first few), then ``explore`` random ones from templates that are
-    not hopeless. The search ends when all of these are tried, or after ``limit`` candidates.
+    that is hopeless: the best of its first two took over ``hopeless`` times as long as the best of all, or that of its
+    first four over ``behind`` times. Then comes, around the ``leaders`` fastest, every legal candidate that differs in
+    one config entry (sizes: by one legal step). While the best has improved by 1% within the last ``patience``
+    candidates, the search continues in small batches: around four times as many leaders (screening times can rank the
+    true best below the first few), then ``explore`` random ones from templates that are not hopeless. The search ends
+    when all of these are tried, or after ``limit`` candidates.
     """
 
     def __init__(
@@ -37,13 +38,15 @@ class LocalSearch:
         explore: int = 4,
         patience: int = 24,
         hopeless: float = 2.0,
+        behind: float = 2.0,
         limit: int | None = None,
     ) -> None:
         self._rank = {candidate.id: rank for rank, candidate in enumerate(candidates)}
         self._by_id = {candidate.id: candidate for candidate in candidates}
         self._neighbours = _Neighbours(candidates)
         self._random = random.Random(seed)
-        self._leaders, self._explore, self._patience, self._hopeless = leaders, explore, patience, hopeless
+        self._leaders, self._explore, self._patience = leaders, explore, patience
+        self._most_behind = ((2, hopeless), (4, behind))
         self._budget_left = len(self._by_id) if limit is None else limit
         self._asked: set[str] = set()
         self._times: dict[str, float] = {}
@@ -117,14 +120,13 @@ class LocalSearch:
         return self._random.sample(remaining, min(self._explore, len(remaining)))
 
     def _without_hopeless(self, candidates: list[Candidate]) -> list[Candidate]:
-        """Return the candidates without those of a template that two or more times have shown to be far from the
-        best."""
+        """Return the candidates without those of a template whose times have shown that it is far from the best."""
         best = min(self._times.values(), default=float("inf"))
         return [c for c in candidates if not self._is_hopeless(_template_of(c), best)]
 
     def _is_hopeless(self, template: Template, best: float) -> bool:
         times = self._times_by_template.get(template, [])
-        return len(times) >= 2 and min(times) > self._hopeless * best
+        return any(len(times) >= count and min(times) > ratio * best for count, ratio in self._most_behind)
 
 
 class _Neighbours:

@@ -25,7 +25,7 @@ from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.contract import Limits, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
-from .exploration import first_builds
+from .exploration import BUILT_AHEAD_OVERLAPPING, first_builds
 from .search import get as get_search
 from .session import TuningSession
 from .worker_pool import WorkerPool
@@ -227,8 +227,8 @@ class Tuner:
 
     def _build_ahead(self, problem: Problem, pool: WorkerPool) -> None:
         """Begin the first builds of ``problem``, for which the worker may still be starting, and of those after it."""
-        index = pool.pending.index(problem)
-        for item in pool.pending[index : index + 1 + BUILT_AHEAD_PROBLEMS]:
+        upcoming = [*pool.pending[pool.pending.index(problem) :], *pool.expected]
+        for item in upcoming[: 1 + BUILT_AHEAD_PROBLEMS]:
             self.begin_builds(item, pool)
 
     def begin_builds(self, problem: Problem, pool: WorkerPool) -> None:
@@ -236,7 +236,7 @@ class Tuner:
         if self._builds_overlap() and problem not in pool.built_early:
             pool.built_early.add(problem)
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
-            pool.builders.ahead(problem, first_builds(candidates), self._target)
+            pool.builders.ahead(problem, first_builds(candidates, BUILT_AHEAD_OVERLAPPING), self._target)
 
     def _store_decision(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.

@@ -25,7 +25,8 @@ class WorkerPool:
     """The worker, which is started at the first problem that needs one, the builders, and how long problems took.
 
     artifacts: the directory for built files. durations_s: seconds that each tuned problem took. pending: all problems
-    that the store has no decision for, in order. built_early: the problems whose builds were begun early.
+    that the store has no decision for, in order. expected: problems that may follow them. built_early: the problems
+    whose builds were begun early.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class WorkerPool:
         self.builders = Builders(artifacts=artifacts)
         self.durations_s: list[float] = []
         self.pending: list[Problem] = []
+        self.expected: list[Problem] = []
         self.built_early: set[Problem] = set()
 
     def worker(self) -> MeasurementWorker:

@@ -118,7 +118,7 @@ class Builders:
     def start(self, backend_names: Iterable[str]) -> None:
         """Begin to start the process that builders are forked from, for some backends, and return. Raises
         WorkerStartError when it cannot be started."""
-        self._ready_host({module for name in backend_names for module in backends.get(name).preload})
+        self._ready_host(backends.preloaded_modules(backend_names))
 
     def close(self) -> None:
         """End the process that builders are forked from, and the builds in progress. Idempotent."""
@@ -177,7 +177,7 @@ class Builders:
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
         share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, len(candidates))
-        host = self._ready_host({name for c in candidates for name in backends.get(c.backend).preload})
+        host = self._ready_host(backends.preloaded_modules({candidate.backend for candidate in candidates}))
         return _Jobs(host, problem, target, limits, limits.memory or share, self._artifacts)
 
     def _ready_host(self, preload: set[str]) -> Host:

@@ -109,7 +109,9 @@ class Worker:
         if self._host is not None and not self._host.alive:
             self._host.close()
             self._host = None
-        self._host = self._host or Host()
+        if self._host is None:
+            own = [name for name in backends.names(self._target.device) if name not in backends.plugins()]
+            self._host = Host(preload=sorted(backends.preloaded_modules(own)))
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False

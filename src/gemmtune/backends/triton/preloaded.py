@@ -1,5 +1,7 @@
 """Work that every build would repeat, done once in the process from which builders are forked, which imports this
-module.
+module. So does the one from which workers are forked, whose first call of a Triton kernel beside one of PyTorch's
+products would do the same: that took 2 s of the exploration of the first Problem with a residual, which ended after 9
+candidates (benchmarks/results/compile-timeline-h200-20261128.txt).
 
 Triton's key for its own cache contains a hash of all its files, including a library of 400 MB. Computing it took 0.28 s
 of the 0.35 s of a build on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen builds read
@@ -14,9 +16,9 @@ import triton.backends.nvidia.compiler
 import triton.compiler
 import triton.runtime.cache
 
-from . import kernels
+from . import kernels, pointwise_kernel, rms_norm_kernel
 
-__all__ = ["kernels"]
+__all__ = ["kernels", "pointwise_kernel", "rms_norm_kernel"]
 
 # The modules that have contained triton_key since Triton 3.2.
 _MODULES = (triton.runtime.cache, triton.compiler.compiler)
