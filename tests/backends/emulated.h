@@ -72,6 +72,12 @@ static void pdl_wait() { now->following = true; }
 static void pdl_launch_dependents() { too_early += !now->following; }
 static void needs(bool b = false) { too_early += !now->following && !(b && early_given); }
 
+// A CPU reads what the L2 would fetch: no address may be outside of the matrix.
+template <class T> static void prefetch(const T* at) {
+    needs();
+    (void)*reinterpret_cast<const volatile char*>(at);
+}
+
 #define threadIdx (Index{now->thread, 0})
 #define blockIdx (Index{first_block.x + now->rank, first_block.y})
 #define gridDim grid

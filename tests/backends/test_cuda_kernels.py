@@ -738,3 +738,21 @@ def test_int4_weights_have_the_layout_of_the_triton_backend(monkeypatch: pytest.
     kernel = Skinny(problem, Candidate.make("cuda", "skinny", **SKINNY), [(header, b"")])
     assert kernel.packing == "triton:int4/128"
     assert kernel.pack(make_inputs(problem, 0).b).layout == kernel.packing
+
+
+@pytest.mark.parametrize(
+    ("steps", "sector"),
+    [
+        ((), 0),
+        ((Step("bias", "col", "bfloat16"),), 0),
+        ((Step("add", "full", "bfloat16"),), 16),
+        ((Step("mul", "full", "bfloat16"), Step("add", "full", "float32")), 8),
+        ((Step("add", "full", "bfloat16"), Step("swiglu")), 0),
+    ],
+)
+def test_matrices_are_fetched_in_sectors_of_32_bytes(steps: tuple[Step, ...], sector: int) -> None:
+    problem = replace(build(4, 64, 256, "bf16"), epilogue=steps)
+    text = generate(problem, "slab", {**SLAB_CONFIG, "bm": 8}).text
+    assert f"#define SECTOR {sector}\n" in text
+    matrices = [index for index, step in enumerate(steps) if step.axis == "full" and step.takes_tensor]
+    assert all(f"prefetch(&t{index}[(long long)m * ld{index} + n]);" in text for index in matrices)

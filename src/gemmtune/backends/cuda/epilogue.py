@@ -7,7 +7,7 @@ import math
 from dataclasses import dataclass
 
 from ...core.epilogue import GATES, Step
-from ...core.problem import Problem, Quant
+from ...core.problem import Problem, Quant, bits
 from ..gpu.rules import MAX_STEPS, float_at, step_constants
 
 TYPES = {
@@ -126,6 +126,18 @@ def matrix_members(problem: Problem) -> list[str]:
 def matrix_reads(problem: Problem) -> list[str]:
     """Return the statements that load the ``elements`` of row m and column n (``matrix_members``)."""
     return [f"elements.t{index} = {_element(index)};" for index, _ in _matrices(problem)]
+
+
+def matrix_prefetches(problem: Problem) -> list[str]:
+    """Return the statements that have the L2 fetch what ``matrix_reads`` loads."""
+    return [f"prefetch(&{_element(index)});" for index, _ in _matrices(problem)]
+
+
+def matrix_sector(problem: Problem) -> int:
+    """Return how many elements of the widest of these matrices are in 32 bytes, the least that the L2 fetches; 0
+    without matrices, and for a gate, whose kernels do not fetch them ahead."""
+    widths = [bits(str(step.dtype)) // 8 for _, step in _matrices(problem)]
+    return 32 // max(widths) if widths and problem.gate is None else 0
 
 
 def _matrices(problem: Problem) -> list[tuple[int, Step]]:

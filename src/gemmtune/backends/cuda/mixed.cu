@@ -13,7 +13,7 @@
 // source.py defines before this text: BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that share a scale; 0:
 // all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
 // fetch release theirs; 0: equal shares), PRODUCTS (the wgmma instructions), ACROSS (row stride of the sums in shared
-// memory), KEPT, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
+// memory), KEPT, SECTOR, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
 // of its vectors.
 
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
@@ -96,6 +96,12 @@ mixed(PARAMETERS) {
         pdl_wait();
         pdl_launch_dependents();
         const int member = threadIdx.x, top = m0;
+#if SECTOR
+        fetch_tile<BN>(min(BM, M - m0), member + 32 * CONSUMERS * part, 32 * CONSUMERS * SPLIT, [&](int y, int x) {
+            const int m = m0 + y, n = min(n0 + x, N - 1);
+            // PREFETCH
+        });
+#endif
         // AHEAD
         sum_t sums[SUMS];
 #pragma unroll

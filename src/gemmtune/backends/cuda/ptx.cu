@@ -73,6 +73,11 @@ __device__ __forceinline__ uint4 load(const char* from) {
     return v;
 }
 
+// Have the L2 fetch what is at an address.
+template <class T> __device__ __forceinline__ void prefetch(const T* at) {
+    asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // Load at this point of the program: volatile asm keeps the compiler from moving the load to its use.
 __device__ __forceinline__ float load_now(const float* from) {
     float x;

@@ -11,8 +11,8 @@
 // A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, NORM (whether A's rows are normalised first,
 // by their root mean square, with EPS and the weight t0), GATED (whether C is the left half of the product's columns, the gate,
 // times the right half: half of a tile's columns are in either); sum_t, mma's accumulator type; MMA, the
-// instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), c_t, value_t (the type before the rounding
-// to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also writes the epilogue
+// instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), SECTOR (vectors.cu), c_t, value_t (the type
+// before the rounding to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also writes the epilogue
 // and the loads of its vectors.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // mma tiles along a warp's columns of B, and along A's rows
@@ -233,6 +233,12 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         }
     }
     const int member = threadIdx.x, top = m0;
+#if SECTOR
+    fetch_tile<WIDE>(min(BM, M - m0), member + 32 * WARPS * part, 32 * WARPS * SPLIT, [&](int y, int x) {
+        const int m = m0 + y, n = min(n0 + x, end_n - 1);
+        // PREFETCH
+    });
+#endif
     // AHEAD
     for (int base = first; base < end; base += STEP) {
 #pragma unroll

@@ -20,9 +20,9 @@
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
 // divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER
-// (blocks of a cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), sum_t, c_t,
-// value_t (the type before the rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu, vectors.cu, sums.cu and
-// rows.cu. It also writes the epilogue and the loads of its vectors.
+// (blocks of a cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), SECTOR
+// (vectors.cu), sum_t, c_t, value_t (the type before the rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu,
+// vectors.cu, sums.cu and rows.cu. It also writes the epilogue and the loads of its vectors.
 
 constexpr int GROUPS = (BM + 63) / 64, CONSUMERS = 4 * GROUPS;  // groups of four warps; warps that multiply
 constexpr int A_ROWS = BM / SHARE;                              // rows of A that one block fetches
@@ -209,6 +209,12 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             const int n0 = (position.column * SHARE + rank) * WIDE;
             const int top = m0 + 64 * group;
             const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), end_n};
+#if SECTOR
+            fetch_tile<WIDE>(min(min(64, BM), M - top), member + 128 * part, 128 * SPLIT, [&](int y, int x) {
+                const int m = top + y, n = min(n0 + x, end_n - 1);
+                // PREFETCH
+            });
+#endif
             // AHEAD
             sum_t sums[SUMS];
 #pragma unroll

@@ -32,7 +32,9 @@ from .epilogue import (
     float_literal,
     gate_statements,
     matrix_members,
+    matrix_prefetches,
     matrix_reads,
+    matrix_sector,
     result_is_int,
     scale_group,
     vector_words,
@@ -114,6 +116,7 @@ def generate(problem: Problem, template: str, config: dict[str, Any], primitives
     if template == MIXED:
         text = _insert_statements(text, "MEMBERS", matrix_members(problem))
         text = _insert_statements(text, "ELEMENTS", matrix_reads(problem))
+    text = _insert_statements(text, "PREFETCH", matrix_prefetches(problem))
     text = _insert_statements(text, "EPILOGUE", epilogue_statements(problem, vectors, loaded=template == MIXED))
     if template in (SKINNY, SLAB):
         text = _insert_statements(text, "GATE", gate_statements(problem))
@@ -175,6 +178,7 @@ def _common(problem: Problem, config: dict[str, Any]) -> dict[str, Any]:
         "SPLIT": config["split"],
         "GATED": int(problem.gate is not None),
         "NORM": int(problem.norm is not None),
+        "SECTOR": matrix_sector(problem),
         "EPS": float_literal(0.0 if problem.norm is None else problem.norm.value),
         "FAST_MATH": int(problem.out_dtype in HALVES),
         "WIDTH": bits(problem.a.dtype) // 8,

@@ -28,3 +28,14 @@ template <class T, int SIZE, int THREADS> struct Ahead {
             if (thread + i * THREADS < SIZE) to[thread + i * THREADS].whole = elements[i];
     }
 };
+
+#if SECTOR
+// The L2 fetches a tile of the epilogue's matrices while the products are computed: ``fetch`` is called with the row and column
+// of one element of each SECTOR columns (source.py: 32 bytes of the widest matrix; 0 without matrices). ``threads`` threads
+// share the calls.
+template <int COLUMNS, class Fetch>
+__device__ __forceinline__ void fetch_tile(int rows, int thread, int threads, Fetch fetch) {
+    constexpr int SECTORS = (COLUMNS + SECTOR - 1) / SECTOR;
+    for (int i = thread; i < rows * SECTORS; i += threads) fetch(i / SECTORS, i % SECTORS * SECTOR);
+}
+#endif
