@@ -45,7 +45,7 @@ OPEN_SHARE = 0.3
 # Seconds of builds after the first ones that do not count where a budget has a ``default_s`` of its own. When 3 s of
 # all builds did not count, the first Decision of a weight spent its time on the start of the builders: for M = 2048 it
 # had tried 6 to 8 candidates in 12 of 21 plans, 17 to 51 in the others (H100s and H200s, the ``tried`` of
-# every-m-20261127-045358.json to -143103.json).
+# every-m-20261127-045358 to -143103).
 BUILDS_S = 2.0
 # Within this factor a few screening times do not tell which of ATen's candidates is the fastest.
 UNCERTAIN_BASELINE = 1.15
