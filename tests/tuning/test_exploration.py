@@ -448,6 +448,21 @@ def test_row_has_the_results_of_the_trial(clock: Clock) -> None:
     assert (row.times_s, row.reason, row.eligible) == ((0.5, 0.25), "", False)
 
 
+@pytest.mark.parametrize(
+    ("trial_s", "ahead", "strict", "spent_s"),
+    [(2.0, True, False, 0.25), (2.0, True, True, 2.0), (2.0, False, False, 2.0), (0.5, True, False, 0.5)],
+)
+def test_compiling_beside_a_product_takes_none_of_the_default_budget(
+    clock: Clock, trial_s: float, ahead: bool, strict: bool, spent_s: float
+) -> None:
+    session = Session(
+        clock, ListedSearch(ATEN[:1]), trial_s=trial_s, strict=strict, build_ahead=(lambda *_: None) if ahead else None
+    )
+    session.exploration.run(None)
+    assert session.context.budget.elapsed_s == spent_s
+    assert session.context.slowest_s == spent_s
+
+
 def test_candidate_too_slow_to_be_checked_has_the_reason(clock: Clock) -> None:
     session = Session(clock, ListedSearch(X[:2]))
     session.worker.replies[X[1].id] = Attempted(None, times_s=(0.625,))

@@ -42,6 +42,10 @@ BUILT_AHEAD = 12  # of each template
 # The same where candidates are timed while others are built: on a GPU the search leaves templates that are behind out
 # after their first four, and with 12 of each the kernels that it does ask for waited for some that it does not.
 BUILT_AHEAD_OVERLAPPING = 6
+# On a GPU, an attempt that takes this many seconds longer than its calls has compiled the Triton kernel beside one of
+# PyTorch's products. It takes none of the default budget, as builds do: it happens once in a process, and the first
+# Problem with a residual had time for 9 candidates, others for 40 (compile-timeline-h200-20261128.txt).
+COMPILING_S = 0.4
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2
 
@@ -224,6 +228,10 @@ class Exploration:
             self._context.fail(row, result.verdict)
         if row.times_s:
             elapsed_s = time.perf_counter() - start
+            setup_s = elapsed_s - sum(row.times_s)
+            if self._build_ahead is not None and not self._budget.strict and setup_s > COMPILING_S:
+                self._budget.exclude(setup_s)
+                elapsed_s -= setup_s
             overhead_s = max(0.0, elapsed_s / len(row.times_s) - row.screening_s)
             self._context.overhead_s = (
                 min(self._context.overhead_s, overhead_s) if self._context.slowest_s else overhead_s
