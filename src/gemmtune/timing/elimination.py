@@ -369,17 +369,20 @@ class Elimination:
         return both_sides and any(entry is not None and not entry.raw for entry in leaders)
 
     def _update_far_apart(self) -> None:
-        """Update ``far_apart``: whether the leader and the best baseline are far apart. Before there are enough rounds,
-        single times decide."""
+        """Update ``far_apart``: whether the leader and the best baseline are far apart."""
         baseline, leader = self._fastest_active(baselines=True), self._fastest_active(baselines=False)
-        if baseline is None or leader is None:
-            return
-        if self.rounds < min(_CHALLENGERS_BY_ROUND):
-            ratio = self._first_estimate_s(leader) / self._first_estimate_s(baseline)
-            self.far_apart = ratio < _FAR_APART_FIRST or ratio > 1.0 / _FAR_APART_FIRST
-            return
-        interval = ratio_interval(*leader.paired(baseline), 0.1)
-        self.far_apart = interval.hi < _FAR_APART or interval.lo > 1.0 / _FAR_APART
+        if baseline is not None and leader is not None:
+            self.far_apart = self._are_far_apart(leader, baseline)
+
+    def _are_far_apart(self, challenger: RaceEntry, baseline: RaceEntry) -> bool:
+        """Whether the times of two entries differ so much that the first look of a paired test will decide. Before
+        there are enough rounds with both, single times tell."""
+        times = challenger.paired(baseline)
+        if len(times[0]) < min(_CHALLENGERS_BY_ROUND):
+            ratio = self._first_estimate_s(challenger) / self._first_estimate_s(baseline)
+            return ratio < _FAR_APART_FIRST or ratio > 1.0 / _FAR_APART_FIRST
+        interval = ratio_interval(*times, 0.1)
+        return interval.hi < _FAR_APART or interval.lo > 1.0 / _FAR_APART
 
     def _is_move_affordable(self) -> bool:
         """Whether the operands can be moved to other memory, at a small share of the remaining time."""

@@ -131,7 +131,7 @@ class _Race(Elimination):
         raise_calls(entries, math.ceil(self.clock.paired_timing_s / fastest_s), self.clock.paired_timing_s)
         return paired_test(
             challenger, baseline, self.clock, deadline, self.rng, self.move,
-            min_pairs=self._min_pairs, gain=self._min_gain, far_apart=self.far_apart,
+            min_pairs=self._min_pairs, gain=self._min_gain, far_apart=self._are_far_apart(challenger, baseline),
         )  # fmt: skip
 
     def _test_deadline(self, test: PairedTest) -> float:
