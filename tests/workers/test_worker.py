@@ -33,6 +33,7 @@ from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.protocol import SizedCandidate
 from gemmtune.workers.worker import Worker
 from helpers import context_loss
+from helpers.gpus import H200
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32", Layout("col"), constant=True), "float32")
 FAST = Limits(try_s=2.0, race_slack_s=2.0)
@@ -538,3 +539,18 @@ def test_m_that_the_layout_of_a_does_not_permit_are_not_verified(target: Target)
         worker.open(problem, 1)
         assert worker.verify_sizes(sized(hostile_candidate("wrong"))[0], [9, 100]).verdict.ok
         assert worker.verify_sizes(sized(hostile_candidate("wrong"))[0], [9, 8]).failed_m == 8
+
+
+def test_host_imports_what_kernels_for_the_device_need_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    preloaded: list[list[str]] = []
+
+    class FakeHost:
+        def __init__(self, preload: list[str]) -> None:
+            preloaded.append(preload)
+            raise WorkerError("no process is needed here")
+
+    monkeypatch.setattr("gemmtune.workers.worker.Host", FakeHost)
+    for target in (H200, current_cpu()):
+        with pytest.raises(WorkerError, match="no process"):
+            Worker(target).start()
+    assert preloaded == [["gemmtune.backends.triton.preloaded"], []]
