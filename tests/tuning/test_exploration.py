@@ -313,9 +313,9 @@ def test_first_builds_are_the_first_of_each_template_that_needs_building(clock: 
     first, second = make("y", 15, "first"), make("y", 3, "second")
     mixed = [second[0], *first, *X, *second[1:]]
     turns = [candidate for pair in zip(second, first[:3], strict=True) for candidate in pair]
-    assert first_builds(mixed, 12) == [*turns, *first[3:12]]
-    assert first_builds(mixed, 2) == turns[:4]
-    assert first_builds(X, 12) == []
+    assert first_builds(mixed, overlap=False) == [*turns, *first[3:12]]
+    assert first_builds(mixed, overlap=True) == [*turns, *first[3:6]]
+    assert first_builds(X, overlap=False) == []
 
 
 class Builds:
@@ -461,6 +461,16 @@ def test_compiling_beside_a_product_takes_none_of_the_default_budget(
     session.exploration.run(None)
     assert session.context.budget.elapsed_s == spent_s
     assert session.context.slowest_s == spent_s
+
+
+@pytest.mark.parametrize(("candidates", "spent_s"), [(ATEN[:2], 2.0), (X[:1], 2.0)])
+def test_only_two_seconds_of_compiling_and_none_of_other_backends_are_not_counted(
+    clock: Clock, candidates: Sequence[Candidate], spent_s: float
+) -> None:
+    """Each attempt takes 2 s, 1.75 of them without its call."""
+    session = Session(clock, ListedSearch(candidates), trial_s=2.0, strict=False, build_ahead=lambda *_: None)
+    session.exploration.run(None)
+    assert session.context.budget.elapsed_s == spent_s
 
 
 def test_candidate_too_slow_to_be_checked_has_the_reason(clock: Clock) -> None:

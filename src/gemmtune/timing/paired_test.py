@@ -82,7 +82,7 @@ def paired_test(
     more.
 
     Looks are as ``first_look`` says, then at 1.5 times as many pairs, up to 600. far_apart: whether earlier timings
-    showed a large difference (they are none of the test's, so that the error stays what it is). Each look spends
+    showed a large difference; they are no part of the test, so that its error stays the same. Each look spends
     a part of a 1% two-sided error that grows with the cube root of the pairs, and the last look spends the rest. When
     time runs out the pairs so far get the last look. deadline(test so far): when time runs out, on ``clock``; it may
     move. move: moves the operands to other memory and returns whether it did; called twice before the first look (once

@@ -42,10 +42,11 @@ BUILT_AHEAD = 12  # of each template
 # The same where candidates are timed while others are built: on a GPU the search leaves templates that are behind out
 # after their first four, and with 12 of each the kernels that it does ask for waited for some that it does not.
 BUILT_AHEAD_OVERLAPPING = 6
-# On a GPU, an attempt that takes this many seconds longer than its calls has compiled the Triton kernel beside one of
-# PyTorch's products. It takes none of the default budget, as builds do: it happens once in a process, and the first
-# Problem with a residual had time for 9 candidates, others for 40 (compile-timeline-h200-20261128.txt).
-COMPILING_S = 0.4
+# On a GPU, an attempt of ATen's candidates that takes this many seconds longer than its calls has compiled the Triton
+# kernel beside a product, which happens once in a process. As builds, that takes none of the default budget, up to so
+# many seconds of a Problem: the first one with a residual had time for 9 candidates, others for 34 to 54
+# (compile-timeline-h200-20261128.txt).
+COMPILING_S, MOST_COMPILING_S = 0.4, 2.0
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2
 
@@ -70,6 +71,7 @@ class Exploration:
         self._builds: dict[str, Artifact | Verdict] = {}
         self._first: set[str] = set()  # ids of the candidates whose builds begin first
         self._others_tried = 0
+        self._compiling_left_s = MOST_COMPILING_S
 
     @property
     def _budget(self) -> TimeBudget:
@@ -80,8 +82,7 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        count = BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING
-        self._begin_builds(first_builds(candidates, count))
+        self._begin_builds(first_builds(candidates, overlap=self._build_ahead is not None))
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._buildable(batch, search)
@@ -228,16 +229,24 @@ class Exploration:
             self._context.fail(row, result.verdict)
         if row.times_s:
             elapsed_s = time.perf_counter() - start
-            setup_s = elapsed_s - sum(row.times_s)
-            if self._build_ahead is not None and not self._budget.strict and setup_s > COMPILING_S:
-                self._budget.exclude(setup_s)
-                elapsed_s -= setup_s
+            elapsed_s -= self._exclude_compiling(candidate, elapsed_s - sum(row.times_s))
             overhead_s = max(0.0, elapsed_s / len(row.times_s) - row.screening_s)
             self._context.overhead_s = (
                 min(self._context.overhead_s, overhead_s) if self._context.slowest_s else overhead_s
             )
             self._context.slowest_s = max(self._context.slowest_s, elapsed_s)
         return row
+
+    def _exclude_compiling(self, candidate: Candidate, setup_s: float) -> float:
+        """Do not count the compiling of an attempt that has just ended, and return its seconds (see ``COMPILING_S``).
+        setup_s: the attempt's seconds without those of its calls."""
+        compiles = candidate.backend == BASELINE_BACKEND and self._build_ahead is not None and setup_s > COMPILING_S
+        if self._budget.strict or not compiles:
+            return 0.0
+        seconds = min(setup_s, self._compiling_left_s)
+        self._compiling_left_s -= seconds
+        self._budget.exclude(seconds)
+        return seconds
 
     def _deadline_s(self, candidate: Candidate) -> float | None:
         """Return the seconds that the first trial of a candidate may take; None for the worker's own limit."""
@@ -275,11 +284,13 @@ class Exploration:
         return min(listed, int(remaining_s / each_s) + 1 if each_s > 0 else listed)
 
 
-def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
-    """Return the first ``count`` candidates of each template that needs building, the first of each template first.
+def first_builds(candidates: Iterable[Candidate], *, overlap: bool) -> list[Candidate]:
+    """Return the candidates to build first: some of each template that needs building, the first of each template
+    first. overlap: whether others are timed meanwhile, so that fewer begin at once.
 
-    The search asks for all of them, a few at a time, in about this order.
+    The search asks for them, a few at a time, in about this order, but for those of templates that are far behind.
     """
+    count = BUILT_AHEAD_OVERLAPPING if overlap else BUILT_AHEAD
     firsts: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         if not is_prebuilt(backends.get(candidate.backend)):

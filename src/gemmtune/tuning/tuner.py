@@ -25,7 +25,7 @@ from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.contract import Limits, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
-from .exploration import BUILT_AHEAD_OVERLAPPING, first_builds
+from .exploration import first_builds
 from .search import get as get_search
 from .session import TuningSession
 from .worker_pool import WorkerPool
@@ -236,7 +236,7 @@ class Tuner:
         if self._builds_overlap() and problem not in pool.built_early:
             pool.built_early.add(problem)
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
-            pool.builders.ahead(problem, first_builds(candidates, BUILT_AHEAD_OVERLAPPING), self._target)
+            pool.builders.ahead(problem, first_builds(candidates, overlap=True), self._target)
 
     def _store_decision(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.

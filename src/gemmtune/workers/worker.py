@@ -110,8 +110,9 @@ class Worker:
             self._host.close()
             self._host = None
         if self._host is None:
-            own = [name for name in backends.names(self._target.device) if name not in backends.plugins()]
-            self._host = Host(preload=sorted(backends.preloaded_modules(own)))
+            # Not those of plugins: the worker itself imports the plugins that it is told of (``Setup.guests``).
+            builtin = set(backends.names(self._target.device)) - backends.plugins().keys()
+            self._host = Host(preload=sorted(backends.preloaded_modules(builtin)))
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False

@@ -13,8 +13,8 @@
 // source.py defines before this text: BM, BN, STAGES, SPLIT (the candidate); KIND, GROUP (elements of K that share a scale; 0:
 // all), WARPS, REGISTERS (registers of a thread that multiplies, if that is more than an equal share, so that the warps that
 // fetch release theirs; 0: equal shares), PRODUCTS (the wgmma instructions), ACROSS (row stride of the sums in shared
-// memory), KEPT, SECTOR, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the loads
-// of its vectors.
+// memory), KEPT, SECTOR, sum_t, c_t, value_t, PARAMETERS, and the files that slab.cu names. It also writes the epilogue and the
+// loads of its vectors.
 
 constexpr int CONSUMERS = BN / 16;                                  // warps that multiply
 constexpr int STAGE_K = 128;                                           // elements of K in a stage

@@ -12,8 +12,8 @@
 // by their root mean square, with EPS and the weight t0), GATED (whether C is the left half of the product's columns, the gate,
 // times the right half: half of a tile's columns are in either); sum_t, mma's accumulator type; MMA, the
 // instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), SECTOR (vectors.cu), c_t, value_t (the type
-// before the rounding to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also writes the epilogue
-// and the loads of its vectors.
+// before the rounding to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also
+// writes the epilogue and the loads of its vectors.
 
 constexpr int R = BN / SIDE / 16, MT = BM / 8;        // mma tiles along a warp's columns of B, and along A's rows
 constexpr int TURNS = WARPS / SIDE;                  // warps that divide K

@@ -1,7 +1,7 @@
 """Work that every build would repeat, done once in the process from which builders are forked, which imports this
-module. So does the one from which workers are forked, whose first call of a Triton kernel beside one of PyTorch's
-products would do the same: that took 2 s of the exploration of the first Problem with a residual, which ended after 9
-candidates (benchmarks/results/compile-timeline-h200-20261128.txt).
+module. The process from which workers are forked imports it, too: a worker's first call of a Triton kernel beside one
+of PyTorch's products would do this work. The nine attempts of the first Problem with a residual took 2.7 s, and 1.3 s
+since (on two H200s; benchmarks/results/compile-timeline-h200-20261128.txt).
 
 Triton's key for its own cache contains a hash of all its files, including a library of 400 MB. Computing it took 0.28 s
 of the 0.35 s of a build on a CPU host (Triton 3.6, cProfile in a forked process), and more where sixteen builds read
