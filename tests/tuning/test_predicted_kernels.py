@@ -93,6 +93,29 @@ def test_predicted_kernels_are_expected_to_be_faster_than_those_of_the_decisions
     assert any(323 <= m <= 813 for kernel in tiles for m in kernel.predicted_for)
 
 
+def test_a_kernel_that_needs_a_round_of_tiles_less_at_few_m_only_is_predicted() -> None:
+    problem = build(1, 1024, 8192, "int8wo")
+    decisions = [
+        decision(m, fastest(m, template, problem), problem=problem)
+        for m, template in ((1, "skinny"), (16, "skinny"), (128, "mixed"), (2048, "converted"))
+    ]
+    kernels = predict_kernels(problem, H200, decisions, kernel_pool(decisions), SIZES, {}, (), LIMIT)
+    tiles = {(kernel.candidate["bm"], kernel.candidate["bn"]) for kernel in kernels if 6336 in kernel.predicted_for}
+    # 99 x 4 tiles are three each for 132 multiprocessors; one more row of the output needs a fourth.
+    assert (64, 256) in tiles
+    assert all(m in range(1, 8193) and m not in TUNED for kernel in kernels for m in kernel.predicted_for)
+
+
+@pytest.mark.parametrize("last", [512, 1024, 1100, 8192])
+def test_expected_times_are_compared_at_rows_of_tiles_inside_of_the_range(last: int) -> None:
+    listed_at = [1, 200, min(last, 1000)]
+    grid = predicted_kernels._dense_grid(listed_at, SizeRange(1, last, TUNED))
+    assert grid == sorted(set(grid)) and set(listed_at) <= set(grid)
+    dense = set(grid) - set(listed_at)
+    assert dense == {m for m in range(1024, last + 1, 64) if m not in TUNED}
+    assert predicted_kernels._dense_grid([], SizeRange(1, last, TUNED)) == []
+
+
 def test_kernels_are_legal_at_the_m_that_they_are_loaded_for() -> None:
     for kernel in predicted(DECISIONS):
         backend = backends.get(kernel.candidate.backend)

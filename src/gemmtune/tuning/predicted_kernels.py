@@ -39,6 +39,10 @@ _ROW_STEP = 128
 # a simulation (estimates with random errors, six weights; a script that was not kept) the best of the pool took 1.8% to
 # 5.3% longer in the mean than the best of all candidates, with six M 1.2% to 4.6%.
 _PER_OCTAVE = 6
+# From _DENSE_FROM on, expected times are compared at each multiple of _DENSE_STEP. Between two M for which candidates are
+# listed a kernel may need a round of tiles less than all others: of converted int8 weights 8192x1024, 64 x 256 tiles
+# from M = 6273 to 6336, where plans took 1.24 and 1.34 of their time (H100, every-m-20261127-205554 and -210542).
+_DENSE_FROM, _DENSE_STEP = 1024, 64
 _TIMED_AT = 3  # M at which an expected kernel is timed: those with the largest gains,
 _TIMED_APART = 1.5  # and more that are this factor from each of those, for kernels that are fast at many M
 _LISTED = 6  # the first candidates of a template that are considered at an M
@@ -263,12 +267,14 @@ def predict_kernels(
     ids of candidates that are not chosen.
     """
     model = _TimeModel(problem, target, decisions)
-    grid = _grid(sizes) if model.scales else []
-    weights = point_weights(Curves(sizes.first, sizes.last, {"": dict.fromkeys(grid, 0.0)}, counts=counts))
+    listed_at = _grid(sizes) if model.scales else []
     templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool} & set(model.scales)
-    listed = {m: _listed(problem.with_m(m), target, templates) for m in grid}
-    options = {kernel.id: kernel for m in grid for kernel in listed[m] if kernel.id not in without}
-    supported = {m: {_Template.of(kernel.candidate, kernel.packing) for kernel in listed[m]} for m in grid}
+    listed = {m: _listed(problem.with_m(m), target, templates) for m in listed_at}
+    options = {kernel.id: kernel for m in listed_at for kernel in listed[m] if kernel.id not in without}
+    grid = _dense_grid(listed_at, sizes)
+    weights = point_weights(Curves(sizes.first, sizes.last, {"": dict.fromkeys(grid, 0.0)}, counts=counts))
+    supporting = {m: {_Template.of(kernel.candidate, kernel.packing) for kernel in listed[m]} for m in listed_at}
+    supported = {m: supporting[min(listed_at, key=lambda size: abs(size - m))] for m in grid}
     seconds = {
         kernel.id: {m: model.seconds(kernel, m, supported[m]) for m in grid} for kernel in (*pool, *options.values())
     }
@@ -386,6 +392,13 @@ def _grid(sizes: SizeRange) -> list[int]:
     steps = _PER_OCTAVE * sizes.last.bit_length()
     spaced = {round(2.0 ** (step / _PER_OCTAVE)) for step in range(steps + 1)}
     return sorted(m for m in spaced if sizes.first <= m <= sizes.last and m not in sizes.tuned)
+
+
+def _dense_grid(listed_at: Sequence[int], sizes: SizeRange) -> list[int]:
+    """Return ``listed_at``, the M for which candidates are listed, with the multiples of ``_DENSE_STEP`` from
+    ``_DENSE_FROM`` on that are in the range and were not tuned; ascending. Empty if ``listed_at`` is."""
+    dense = range(_DENSE_FROM, sizes.last + 1, _DENSE_STEP) if listed_at else range(0)
+    return sorted({*listed_at, *(m for m in dense if m >= sizes.first and m not in sizes.tuned)})
 
 
 def _listed(problem: Problem, target: Target, templates: Collection[_Template]) -> list[PoolKernel]:

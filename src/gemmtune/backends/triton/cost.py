@@ -14,6 +14,12 @@ _FLIGHT = 24e3  # bytes a multiprocessor must have in flight to reach half the b
 _PEAK = 750e12  # 16-bit operations per second that large tiles reach
 _START_S = 2.0e-6
 _SPLIT_S, _PART_S = 2.0e-6, 0.15e-6  # seconds to add up the parts of a tile, besides the memory traffic
+_LARGE_TILE = 128 * 256
+# What a tile of half the area costs more, with TMA. Products of 64 plans' int8 weights in ``converted`` (M from 1024,
+# time over rounds of tiles, H100 and H200; the files every-m-2026112[5-8]*, a script that was not kept) reach 804 TFLOPS
+# with 128 x 256 and 8 warps, 759 with 128 x 128 and 4 warps, 696 with 8 warps, and 779 with 64 x 256 and 4 warps.
+_SMALLER_TILE = 0.06
+_MANY_WARPS = 0.92  # the speed of 8 warps for a tile that 4 warps can compute
 _STREAM = 1.05  # factor on the time: sharing tiles must gain clearly to rank before the same tile without
 
 
@@ -67,19 +73,24 @@ def seconds(
     # Rows of tiles that run at the same time share B in the L2.
     shared_rows = min(-(-work.m // bm), 8)
     memory = traffic / shared_rows**0.9 / _BANDWIDTH * imbalance**0.25 * (1.0 + _FLIGHT / flight)
-    compute = _compute(work, bm, bn, warps, swap) * tiles * work.k / work.multiprocessors * imbalance
-    total = max(memory, compute) + 0.5 * min(memory, compute) + extra + _START_S
+    compute = _compute(work, bm, bn, warps, swap, tma) * tiles * work.k / work.multiprocessors * imbalance
+    least, most = min(memory, compute), max(memory, compute)
+    # With TMA the loads go on beside the products: where one of the two takes much longer, it hides the other.
+    total = most + 0.5 * least * (least / most if tma else 1.0) + extra + _START_S
     return float(total * (_STREAM if stream else 1.0))
 
 
-def _compute(work: Work, bm: int, bn: int, warps: int, swap: bool) -> float:
+def _compute(work: Work, bm: int, bn: int, warps: int, swap: bool, tma: bool) -> float:
     """Return the seconds that one multiprocessor takes for one element of K of one tile."""
     high, wide = (bn, bm) if swap else (bm, bn)
     area = max(high, 64) * max(wide, 16)
     rate = _PEAK / work.multiprocessors * (2.0 if work.a_bytes == 1 else 1.0)
     # Small tiles read their operands from shared memory so often that the matrix units wait for it.
-    efficiency = min(1.0, 0.35 + 0.65 * (max(high, 64) * max(wide, 16) / (128 * 256)) ** 0.5)
-    if warps == 8 and area < 128 * 128:
-        efficiency *= 0.9
+    if tma:
+        efficiency = min(1.0, 1.0 / (1.0 + _SMALLER_TILE * (_LARGE_TILE / area - 1.0)))
+        efficiency *= _MANY_WARPS if warps == 8 and area <= _LARGE_TILE // 2 else 1.0
+    else:
+        efficiency = min(1.0, 0.35 + 0.65 * (area / _LARGE_TILE) ** 0.5)
+        efficiency *= 0.9 if warps == 8 and area < _LARGE_TILE // 2 else 1.0
     time = 2.0 * area / (rate * efficiency)
     return float(time + (bn / (7e12 / work.multiprocessors) if work.convert else 0.0))
