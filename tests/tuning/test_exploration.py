@@ -313,9 +313,9 @@ def test_first_builds_are_the_first_of_each_template_that_needs_building(clock: 
     first, second = make("y", 15, "first"), make("y", 3, "second")
     mixed = [second[0], *first, *X, *second[1:]]
     turns = [candidate for pair in zip(second, first[:3], strict=True) for candidate in pair]
-    assert first_builds(mixed, overlap=False) == [*turns, *first[3:12]]
-    assert first_builds(mixed, overlap=True) == [*turns, *first[3:6]]
-    assert first_builds(X, overlap=False) == []
+    assert first_builds(mixed, 12) == [*turns, *first[3:12]]
+    assert first_builds(mixed, 6) == [*turns, *first[3:6]]
+    assert first_builds(X, 12) == []
 
 
 class Builds:

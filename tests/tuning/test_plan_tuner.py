@@ -67,9 +67,10 @@ class FakeTuner:
         self.pools: list[FakePool] = []
         self.outcome: str | None = None
         self.begun: list[int] = []
+        self.begun_now: list[int] = []
 
-    def begin_builds(self, problem: Problem, pool: Any) -> None:
-        self.begun.append(problem.m)
+    def begin_builds(self, problem: Problem, pool: Any, *, later: bool = True) -> None:
+        (self.begun if later else self.begun_now).append(problem.m)
 
     def new_pool(self) -> FakePool:
         self.pools.append(FakePool(self.worker))
@@ -129,7 +130,8 @@ class FakeBuilders:
     def __init__(self) -> None:
         self.begun: list[tuple[int, str]] = []
 
-    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
+    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool) -> None:
+        assert later
         self.begun += [(problem.m, candidate.id) for candidate in candidates]
 
 
@@ -153,7 +155,7 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     decisions, plans = tune(tuner, store, range(1, 129))
     assert tuner.tuned == [[48], [8], [1]]
-    assert list(dict.fromkeys(tuner.begun)) == [48, 8, 1]
+    assert (tuner.begun_now, tuner.begun) == ([48, 8], [8, 1])  # before the others, and behind them
     assert seen == [[48, 8]]
     (((problem, target, sizes), tuned_before),) = listed
     assert (problem.plan_key, target) == (plans[0].plan_key, current_target())
@@ -182,7 +184,7 @@ def test_next_weight_is_prepared_while_other_m_are_timed(
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     first = linear_problem(1, 128, 32, "float32")  # costs more than the other one
     tune(tuner, store, range(1, 129), [(first, 1), (other, 1)])
-    own = [48, 8, 8, 1]  # as its M are decided
+    own = [8, 1]  # while the M before each is decided
     prepared = [] if has_plan else [(other.n, 3)]
     assert events[: 2 + len(prepared)] == [
         (first.n, 0), *prepared, ([*own, *([] if has_plan else [48, 8, 1])], 3)

@@ -110,7 +110,8 @@ def test_a_kernel_that_needs_a_round_of_tiles_less_at_few_m_only_is_predicted() 
 def test_expected_times_are_compared_at_rows_of_tiles_inside_of_the_range(last: int) -> None:
     listed_at = [1, 200, min(last, 1000)]
     grid = predicted_kernels._dense_grid(listed_at, SizeRange(1, last, TUNED))
-    assert grid == sorted(set(grid)) and set(listed_at) <= set(grid)
+    assert grid == sorted(set(grid))
+    assert set(listed_at) <= set(grid)
     dense = set(grid) - set(listed_at)
     assert dense == {m for m in range(1024, last + 1, 64) if m not in TUNED}
     assert predicted_kernels._dense_grid([], SizeRange(1, last, TUNED)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -347,13 +348,16 @@ def test_problems_are_built_ahead_while_a_worker_starts_and_a_gpu_times(
     target: Target, latency: str, expected: list[list[int]], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A problem and the one after it are built, each once, and none where builds would disturb the host's clock. After
-    the last one come those that may follow."""
+    the last one come those that may follow. Those of the one after it wait for others, and are more."""
     monkeypatch.setattr("gemmtune.backends.triton.triton_version", lambda: "3.6.0")  # nothing is compiled here
     built: list[int] = []
 
     class FakeBuilders:
-        def ahead(self, problem: Problem, candidates: list[Candidate], target: Target) -> None:
-            assert {candidate.backend for candidate in candidates} == {"triton"}
+        def ahead(self, problem: Problem, candidates: list[Candidate], target: Target, *, later: bool) -> None:
+            templates = Counter((candidate.backend, candidate.template) for candidate in candidates)
+            assert {backend for backend, _ in templates} == {"triton"}
+            assert later == (problem.m > 1)
+            assert max(templates.values()) == (12 if later else 6)
             built.append(problem.m)
 
     problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4, 5, 6)]

@@ -145,6 +145,18 @@ def test_requested_builds_precede_builds_ahead(started_builds: list[str]) -> Non
     assert len(set(started_builds) & {candidate.id for candidate in ahead_candidates}) < len(ahead_candidates)
 
 
+def test_builds_for_later_problems_go_last(started_builds: list[str]) -> None:
+    later = [toy_candidate("slow", seconds=0.05 + 0.01 * i) for i in range(3)]
+    soon = [toy_candidate("slow", seconds=0.03 + 0.001 * i) for i in range(3)]
+    with Builders(BuildLimits(build_s=10.0, builders=2)) as builders:  # one of them is left free
+        builders.ahead(PROBLEM, [toy_candidate("slow", seconds=0.5)], TARGET)
+        builders.ahead(OTHER, later, TARGET, later=True)
+        builders.ahead(PROBLEM, soon, TARGET)
+        wait_until(lambda: len(started_builds) == 7)
+    assert set(started_builds[1:4]) == {candidate.id for candidate in soon}
+    assert set(started_builds[4:]) == {candidate.id for candidate in later}
+
+
 def test_builds_ahead_leave_one_builder_free(started_builds: list[str]) -> None:
     """Each build of the pair waits for the other. The second does not begin while one of two slots is kept free."""
     pair = [toy_candidate("meets", me="a", other="b"), toy_candidate("meets", me="b", other="a")]

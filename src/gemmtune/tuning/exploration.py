@@ -39,8 +39,9 @@ MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's a
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
 RETIMED_WITHIN = 3.0
 BUILT_AHEAD = 12  # of each template
-# The same where candidates are timed while others are built: on a GPU the search leaves templates that are behind out
-# after their first four, and with 12 of each the kernels that it does ask for waited for some that it does not.
+# The same for the Problem that is tuned, where candidates are timed while others are built: on a GPU the search leaves
+# templates that are behind out after their first four, and with 12 of each the kernels that it does ask for waited for
+# some that it does not. Builds for later Problems wait for all others, so that these have 12 of each.
 BUILT_AHEAD_OVERLAPPING = 6
 # On a GPU, an attempt of ATen's candidates that takes this many seconds longer than its calls has compiled the Triton
 # kernel beside a product, which happens once in a process. As builds, that takes none of the default budget, up to so
@@ -82,7 +83,9 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        self._begin_builds(first_builds(candidates, overlap=self._build_ahead is not None))
+        self._begin_builds(
+            first_builds(candidates, BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING)
+        )
         tried = 0
         while (batch := search.ask()) is not None:
             batch = self._buildable(batch, search)
@@ -284,13 +287,12 @@ class Exploration:
         return min(listed, int(remaining_s / each_s) + 1 if each_s > 0 else listed)
 
 
-def first_builds(candidates: Iterable[Candidate], *, overlap: bool) -> list[Candidate]:
-    """Return the candidates to build first: some of each template that needs building, the first of each template
-    first. overlap: whether others are timed meanwhile, so that fewer begin at once.
+def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+    """Return the candidates to build first: the first ``count`` of each template that needs building, the first of each
+    template first.
 
     The search asks for them, a few at a time, in about this order, but for those of templates that are far behind.
     """
-    count = BUILT_AHEAD_OVERLAPPING if overlap else BUILT_AHEAD
     firsts: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
         if not is_prebuilt(backends.get(candidate.backend)):

@@ -141,7 +141,7 @@ class PlanTuner:
         self._list_ahead(weight, sizes, pool)  # while the worker starts
         for pair in itertools.pairwise(reversed(sizes.tuned)):
             for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
-                self._tuner.begin_builds(weight.problem.with_m(m), pool)
+                self._tuner.begin_builds(weight.problem.with_m(m), pool, later=m != pair[0])
             decisions += self._decide(weight, pair[:1], pool)
         self._build_ahead(weight, sizes, decisions, pool)
         return decisions + self._decide(weight, sizes.tuned[:1], pool)
@@ -175,7 +175,8 @@ class PlanTuner:
         if usable and self._builds_ahead(pool):
             counts = recorded(weight.counts)
             for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
-                pool.builders.ahead(weight.problem.with_m(kernel.tuned_m), [kernel.candidate], self._target)
+                problem = weight.problem.with_m(kernel.tuned_m)
+                pool.builders.ahead(problem, [kernel.candidate], self._target, later=True)
 
     def _builds_ahead(self, pool: WorkerPool) -> bool:
         """Whether kernels are built while an M is decided."""

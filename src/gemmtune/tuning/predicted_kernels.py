@@ -39,9 +39,9 @@ _ROW_STEP = 128
 # a simulation (estimates with random errors, six weights; a script that was not kept) the best of the pool took 1.8% to
 # 5.3% longer in the mean than the best of all candidates, with six M 1.2% to 4.6%.
 _PER_OCTAVE = 6
-# From _DENSE_FROM on, expected times are compared at each multiple of _DENSE_STEP. Between two M for which candidates are
-# listed a kernel may need a round of tiles less than all others: of converted int8 weights 8192x1024, 64 x 256 tiles
-# from M = 6273 to 6336, where plans took 1.24 and 1.34 of their time (H100, every-m-20261127-205554 and -210542).
+# From _DENSE_FROM on, expected times are compared at each multiple of _DENSE_STEP. Between two M for which candidates
+# are listed a kernel may need a round of tiles less than all others: of converted int8 weights 8192x1024, 64 x 256
+# tiles from M = 6273 to 6336, where plans took 1.24 and 1.34 of their time (H100, every-m-20261127-205554, -210542).
 _DENSE_FROM, _DENSE_STEP = 1024, 64
 _TIMED_AT = 3  # M at which an expected kernel is timed: those with the largest gains,
 _TIMED_APART = 1.5  # and more that are this factor from each of those, for kernels that are fast at many M

@@ -25,7 +25,7 @@ from ..store.base import Store
 from ..timing.clock import Latency
 from ..workers.contract import Limits, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
-from .exploration import first_builds
+from .exploration import BUILT_AHEAD, BUILT_AHEAD_OVERLAPPING, first_builds
 from .search import get as get_search
 from .session import TuningSession
 from .worker_pool import WorkerPool
@@ -227,16 +227,19 @@ class Tuner:
 
     def _build_ahead(self, problem: Problem, pool: WorkerPool) -> None:
         """Begin the first builds of ``problem``, for which the worker may still be starting, and of those after it."""
-        upcoming = [*pool.pending[pool.pending.index(problem) :], *pool.expected]
-        for item in upcoming[: 1 + BUILT_AHEAD_PROBLEMS]:
+        self.begin_builds(problem, pool, later=False)
+        upcoming = [*pool.pending[pool.pending.index(problem) + 1 :], *pool.expected]
+        for item in upcoming[:BUILT_AHEAD_PROBLEMS]:
             self.begin_builds(item, pool)
 
-    def begin_builds(self, problem: Problem, pool: WorkerPool) -> None:
-        """Begin the first builds of a problem before it is tuned, where they disturb no timing."""
+    def begin_builds(self, problem: Problem, pool: WorkerPool, *, later: bool = True) -> None:
+        """Begin the first builds of a problem, where they disturb no timing and did not begin before. later: whether
+        another problem is tuned first, so that its builds go first."""
         if self._builds_overlap() and problem not in pool.built_early:
             pool.built_early.add(problem)
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
-            pool.builders.ahead(problem, first_builds(candidates, overlap=True), self._target)
+            first = first_builds(candidates, BUILT_AHEAD if later else BUILT_AHEAD_OVERLAPPING)
+            pool.builders.ahead(problem, first, self._target, later=later)
 
     def _store_decision(self, decision: Decision) -> None:
         """Store a decision, after the earlier ones that the store could not take.

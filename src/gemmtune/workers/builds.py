@@ -14,6 +14,7 @@ import threading
 from collections.abc import Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from enum import IntEnum
 from pathlib import Path
 
 import psutil
@@ -62,7 +63,7 @@ class Builders:
         self._count = self._limits.builders or len(allowed_cpus())
         self._slots = _BuildSlots(self._count)
         self._host: Host | None = None
-        self._background: ThreadPoolExecutor | None = None
+        self._background: dict[_Turn, ThreadPoolExecutor] = {}
         self._early_builds: dict[tuple[str, str], _EarlyBuild] = {}
 
     def __call__(
@@ -97,11 +98,14 @@ class Builders:
             self.ahead(problem, candidates, target)
         return {name: built for item in by_problem.items() for name, built in self(*item, target).items()}
 
-    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> None:
+    def ahead(
+        self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool = False
+    ) -> None:
         """Begin to build candidates that a later call for this Problem will ask for, and return.
 
-        One processor is left free, and builds that a call waits for come first. Use it only where this disturbs no
-        timing; never raises.
+        One processor is left free, and builds that a call waits for come first; those that are needed ``later``, for
+        another Problem than the one that is tuned now, come last. Use it only where this disturbs no timing; never
+        raises.
         """
         requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
         with contextlib.suppress(WorkerError, ValueError):  # a later call that needs the build raises the error
@@ -109,10 +113,12 @@ class Builders:
             if not missing:
                 return
             jobs = self._jobs(problem, missing, target)
-            self._background = self._background or ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-ahead")
+            turn = _Turn.LATER if later else _Turn.SOON
+            if turn not in self._background:
+                self._background[turn] = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-ahead")
             for candidate in missing:
                 claim = threading.Lock()
-                future = self._background.submit(self._build_early, self._slots, jobs, candidate, claim)
+                future = self._background[turn].submit(self._build_early, self._slots, turn, jobs, candidate, claim)
                 self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, future)
 
     def start(self, backend_names: Iterable[str]) -> None:
@@ -125,9 +131,10 @@ class Builders:
         self._slots.close()
         if self._host is not None:
             self._host.close()
-        if self._background is not None:
-            self._background.shutdown(cancel_futures=True)
-        self._host = self._background = None
+        for pool in self._background.values():
+            pool.shutdown(cancel_futures=True)
+        self._host = None
+        self._background.clear()
         self._early_builds.clear()
         self._slots = _BuildSlots(self._count)
 
@@ -149,7 +156,7 @@ class Builders:
             if early_build is not None and not early_build.claim.acquire(blocking=False):
                 with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
                     return early_build.future.result()
-            with slots.acquired(urgent=True):
+            with slots.acquired(_Turn.NOW):
                 return jobs.build(candidate)
 
         finished = False
@@ -164,9 +171,9 @@ class Builders:
 
     @staticmethod
     def _build_early(
-        slots: _BuildSlots, jobs: _Jobs, candidate: Candidate, claim: threading.Lock
+        slots: _BuildSlots, turn: _Turn, jobs: _Jobs, candidate: Candidate, claim: threading.Lock
     ) -> Artifact | Verdict:
-        with slots.acquired(urgent=False):
+        with slots.acquired(turn):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
             return _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(candidate)
@@ -187,11 +194,21 @@ class Builders:
         return self._host
 
 
+class _Turn(IntEnum):
+    """When a build is needed. Those of a smaller turn go first."""
+
+    NOW = 0  # a call waits for it
+    SOON = 1
+    LATER = 2
+
+
 class _BuildSlots:
-    """A limit on concurrent builds. Urgent builds go first; the others leave one of several slots free."""
+    """A limit on concurrent builds. Those of an earlier turn go first; all but those of ``_Turn.NOW`` leave one of
+    several slots free."""
 
     def __init__(self, count: int) -> None:
-        self._free, self._reserved, self._urgent, self._closed = count, min(1, count - 1), 0, False
+        self._free, self._reserved, self._closed = count, min(1, count - 1), False
+        self._waiting = dict.fromkeys(_Turn, 0)
         self._changed = threading.Condition()
 
     def close(self) -> None:
@@ -201,13 +218,13 @@ class _BuildSlots:
             self._changed.notify_all()
 
     @contextlib.contextmanager
-    def acquired(self, *, urgent: bool) -> Iterator[None]:
+    def acquired(self, turn: _Turn) -> Iterator[None]:
         with self._changed:
-            self._urgent += urgent
+            self._waiting[turn] += 1
             try:
-                self._changed.wait_for(lambda: self._closed or self._is_available(urgent))
+                self._changed.wait_for(lambda: self._closed or self._is_available(turn))
             finally:
-                self._urgent -= urgent
+                self._waiting[turn] -= 1
             if self._closed:
                 raise WorkerStartError("building was ended")
             self._free -= 1
@@ -218,8 +235,9 @@ class _BuildSlots:
                 self._free += 1
                 self._changed.notify_all()
 
-    def _is_available(self, urgent: bool) -> bool:
-        return self._free > 0 if urgent else self._free > self._reserved and not self._urgent
+    def _is_available(self, turn: _Turn) -> bool:
+        reserved = 0 if turn is _Turn.NOW else self._reserved
+        return self._free > reserved and not any(self._waiting[earlier] for earlier in _Turn if earlier < turn)
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,9 +15,10 @@ _PEAK = 750e12  # 16-bit operations per second that large tiles reach
 _START_S = 2.0e-6
 _SPLIT_S, _PART_S = 2.0e-6, 0.15e-6  # seconds to add up the parts of a tile, besides the memory traffic
 _LARGE_TILE = 128 * 256
-# What a tile of half the area costs more, with TMA. Products of 64 plans' int8 weights in ``converted`` (M from 1024,
-# time over rounds of tiles, H100 and H200; the files every-m-2026112[5-8]*, a script that was not kept) reach 804 TFLOPS
-# with 128 x 256 and 8 warps, 759 with 128 x 128 and 4 warps, 696 with 8 warps, and 779 with 64 x 256 and 4 warps.
+# What a tile of half the area costs more, with TMA. Of int8 weights in ``converted`` a round of tiles reaches 804 TFLOPS
+# with 128 x 256 and 8 warps (median of 43 plans), 759 with 128 x 128 and 4 warps (16), 696 with 8 warps (4), and 779
+# with 64 x 256 and 4 warps (1): lines through the times over the rounds, from M = 1024 on (H100 and H200, the files
+# every-m-2026112[5-8]*; a script that was not kept).
 _SMALLER_TILE = 0.06
 _MANY_WARPS = 0.92  # the speed of 8 warps for a tile that 4 warps can compute
 _STREAM = 1.05  # factor on the time: sharing tiles must gain clearly to rank before the same tile without
