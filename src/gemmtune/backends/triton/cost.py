@@ -15,7 +15,7 @@ _PEAK = 750e12  # 16-bit operations per second that large tiles reach
 _START_S = 2.0e-6
 _SPLIT_S, _PART_S = 2.0e-6, 0.15e-6  # seconds to add up the parts of a tile, besides the memory traffic
 _LARGE_TILE = 128 * 256
-# What a tile of half the area costs more, with TMA. Of int8 weights in ``converted`` a round of tiles reaches 804 TFLOPS
+# What a tile of half the area costs more, with TMA. Of int8 weights in ``converted`` a round of tiles has 804 TFLOPS
 # with 128 x 256 and 8 warps (median of 43 plans), 759 with 128 x 128 and 4 warps (16), 696 with 8 warps (4), and 779
 # with 64 x 256 and 4 warps (1): lines through the times over the rounds, from M = 1024 on (H100 and H200, the files
 # every-m-2026112[5-8]*; a script that was not kept).
