@@ -98,9 +98,7 @@ class Builders:
             self.ahead(problem, candidates, target)
         return {name: built for item in by_problem.items() for name, built in self(*item, target).items()}
 
-    def ahead(
-        self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool = False
-    ) -> None:
+    def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool = False) -> None:
         """Begin to build candidates that a later call for this Problem will ask for, and return.
 
         One processor is left free, and builds that a call waits for come first; those that are needed ``later``, for
