@@ -14,6 +14,7 @@ from ..core.target import Target
 from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.contract import Limits, MeasurementWorker
+from ..workers.idle_hosts import IDLE_HOSTS
 from ..workers.local_worker import LocalWorker
 from ..workers.worker import Worker
 
@@ -35,7 +36,7 @@ class WorkerPool:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._artifacts = artifacts
         self._worker: MeasurementWorker | None = None
-        self.builders = Builders(artifacts=artifacts)
+        self.builders = Builders(artifacts=artifacts, hosts=IDLE_HOSTS)
         self.durations_s: list[float] = []
         self.pending: list[Problem] = []
         self.expected: list[Problem] = []
@@ -45,7 +46,13 @@ class WorkerPool:
         """Return the worker, started if it was not."""
         if self._worker is None:
             self._worker = (
-                Worker(self._target, limits=self._limits, latency=self._latency, artifacts=self._artifacts)
+                Worker(
+                    self._target,
+                    limits=self._limits,
+                    latency=self._latency,
+                    artifacts=self._artifacts,
+                    hosts=IDLE_HOSTS,
+                )
                 if self._isolate
                 else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
             )
@@ -64,7 +71,8 @@ class WorkerPool:
         return self.builders.build_each if self._isolate else None
 
     def close(self) -> None:
-        """End the worker and the builders."""
+        """End the worker and the builders. The processes that they are forked from wait for another tuning for a
+        while."""
         self.builders.close()
         if self._worker is not None:
             self._worker.close()

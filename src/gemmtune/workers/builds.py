@@ -30,6 +30,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.machine import allowed_cpus
 from .contract import WorkerStartError, expect, ignore, path_or_none
+from .idle_hosts import IdleHosts
 from .process import Host, Lost, Process
 from .protocol import Build, Built, Ready, Setup
 
@@ -55,11 +56,15 @@ class Builders:
     """A pool that builds the candidates of one Problem after another; ``close`` it, or use it as a context manager.
 
     artifacts: the directory for built files; None: that of the default store. The process that builders are forked from
-    is started at the first build, and kept running.
+    is started at the first build, and kept running. hosts: where it comes from, and where ``close`` puts it back; None:
+    one of its own.
     """
 
-    def __init__(self, limits: BuildLimits | None = None, artifacts: Path | None = None) -> None:
-        self._limits, self._artifacts = limits or BuildLimits(), artifacts
+    def __init__(
+        self, limits: BuildLimits | None = None, artifacts: Path | None = None, hosts: IdleHosts | None = None
+    ) -> None:
+        self._limits, self._artifacts, self._hosts = limits or BuildLimits(), artifacts, hosts
+        self._running = _Running()
         self._count = self._limits.builders or len(allowed_cpus())
         self._slots = _BuildSlots(self._count)
         self._host: Host | None = None
@@ -125,13 +130,17 @@ class Builders:
         self._ready_host(backends.preloaded_modules(backend_names))
 
     def close(self) -> None:
-        """End the process that builders are forked from, and the builds in progress. Idempotent."""
+        """End the builds in progress, and the process that builders are forked from unless it is put back.
+        Idempotent."""
         self._slots.close()
-        if self._host is not None:
+        if self._host is not None and self._hosts is None:
             self._host.close()
+        self._running.end()
         for pool in self._background.values():
             pool.shutdown(cancel_futures=True)
-        self._host = None
+        if self._host is not None and self._hosts is not None:
+            self._hosts.put_back(self._host)
+        self._host, self._running = None, _Running()
         self._background.clear()
         self._early_builds.clear()
         self._slots = _BuildSlots(self._count)
@@ -183,13 +192,43 @@ class Builders:
         limits = self._limits
         share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, len(candidates))
         host = self._ready_host(backends.preloaded_modules({candidate.backend for candidate in candidates}))
-        return _Jobs(host, problem, target, limits, limits.memory or share, self._artifacts)
+        return _Jobs(host, self._running, problem, target, limits, limits.memory or share, self._artifacts)
 
     def _ready_host(self, preload: set[str]) -> Host:
         if self._host is not None and not self._host.alive:
             self.close()
-        self._host = self._host or Host(preload=sorted(preload))
+        if self._host is None:
+            self._host = Host(sorted(preload)) if self._hosts is None else self._hosts.take(sorted(preload))
         return self._host
+
+
+class _Running:
+    """The processes of builds in progress."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._processes: set[Process] = set()
+        self._ended = False
+
+    @contextlib.contextmanager
+    def include(self, process: Process) -> Iterator[None]:
+        """Return a context in which ``end`` ends a process. Raises WorkerStartError after ``end``."""
+        with self._lock:
+            if self._ended:
+                raise WorkerStartError("building was ended")
+            self._processes.add(process)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._processes.discard(process)
+
+    def end(self) -> None:
+        """End all processes; the threads that wait for their replies raise Lost."""
+        with self._lock:
+            self._ended = True
+            for process in self._processes:
+                process.end()
 
 
 class _Turn(IntEnum):
@@ -248,9 +287,11 @@ class _EarlyBuild:
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """The common inputs of the builds of one Problem. memory: bytes per builder; artifacts: as in ``Builders``."""
+    """The common inputs of the builds of one Problem. running: has the processes of builds in progress. memory: bytes
+    per builder; artifacts: as in ``Builders``."""
 
     host: Host
+    running: _Running
     problem: Problem
     target: Target
     limits: BuildLimits
@@ -259,7 +300,7 @@ class _Jobs:
 
     def build(self, candidate: Candidate) -> Artifact | Verdict:
         """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started."""
-        with contextlib.closing(Process(self.host, self.limits.build_s)) as process:
+        with contextlib.closing(Process(self.host, self.limits.build_s)) as process, self.running.include(process):
             try:
                 guests, modules, artifacts = backends.plugins(), plugins.modules(), path_or_none(self.artifacts)
                 process.send(Setup(self.target.to_dict(), guests, modules, artifacts=artifacts))

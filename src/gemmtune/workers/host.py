@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import math
 import os
 import select
 import signal
@@ -23,7 +24,7 @@ import warnings
 
 import psutil
 
-from .host_protocol import ENDED, FDS, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .host_protocol import ENDED, FDS, FORK, KILL, PRELOAD, REST, SIZE, STARTED, pack, unpack
 from .prctl import adopt_orphans, die_with_parent
 
 # The parent's own children may hold its end of the socket open, so the host also polls for its death.
@@ -47,6 +48,7 @@ class _Host:
     def __init__(self, control: socket.socket, parent: int) -> None:
         self._control, self._parent = control, parent
         self._workers: set[int] = set()
+        self._ends_at = math.inf  # by time.monotonic()
         self._wake, self._waker = os.pipe()
         for fd in (self._wake, self._waker):
             os.set_blocking(fd, False)
@@ -65,6 +67,8 @@ class _Host:
                 if self._control.fileno() in ready and not self._handle_request():
                     break
                 self._reap()
+                if time.monotonic() >= self._ends_at:
+                    break
         for pid in self._workers:
             _kill_session(pid)
         self._workers.clear()
@@ -77,7 +81,10 @@ class _Host:
             return False
         message, pid, _ = unpack(data)
         if message == FORK:
+            self._ends_at = math.inf
             self._fork(fds)
+        elif message == REST:
+            self._ends_at = time.monotonic() + pid
         elif message == KILL and pid in self._workers:
             _kill_session(pid)
         return True

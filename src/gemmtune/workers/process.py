@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import secrets
 import selectors
@@ -20,15 +21,16 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
+from ..timing.machine import allowed_cpus
 from ..timing.outcome import LeaderUpdate
 from .heartbeat import Heartbeat
-from .host_protocol import ENDED, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
+from .host_protocol import ENDED, FORK, KILL, PRELOAD, REST, SIZE, STARTED, pack, unpack
 from .process_tags import VARIABLE, kill_tagged
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
 
@@ -53,21 +55,44 @@ class Lost(Exception):
         self.verdict = verdict
 
 
+class HostSettings(NamedTuple):
+    """What a host has from this process: the modules that it imports first, the environment, ``sys.path``, the current
+    directory (empty if it was removed) and the processors."""
+
+    preload: tuple[str, ...]
+    environment: frozenset[tuple[str, str]]
+    path: tuple[str, ...]
+    directory: str
+    processors: tuple[int, ...]
+
+    @classmethod
+    def now(cls, preload: Sequence[str]) -> HostSettings:
+        """Return those of a host that is started now."""
+        directory = ""
+        with contextlib.suppress(OSError):
+            directory = os.getcwd()
+        path = tuple(os.path.abspath(entry) for entry in sys.path) if directory else tuple(sys.path)
+        return cls(tuple(preload), frozenset(os.environ.items()), path, directory, tuple(sorted(allowed_cpus())))
+
+
 class Host:
     """A spawned process that forks workers; several threads may have workers of one host. The constructor raises
     WorkerError when the process cannot be spawned.
 
-    preload: modules that the host imports first, so that every worker has them at once.
+    preload: modules that the host imports first, so that every worker has them at once. settings: what it has from
+    this process.
     """
 
     def __init__(self, preload: Sequence[str] = ()) -> None:
+        self.settings = HostSettings.now(preload)
         self.tag, self._owner = secrets.token_hex(8), os.getpid()
         self._lock = threading.Lock()
         self._pending_forks: deque[Process] = deque()
+        self._started: set[int] = set()  # process ids of workers
         self._ended: dict[int, int] = {}
         self._log = bytearray()
         self._control, theirs = socket.socketpair()
-        path = json.dumps([os.path.abspath(entry) for entry in sys.path])
+        path = json.dumps(self.settings.path)
         try:
             self._popen = subprocess.Popen(
                 [sys.executable, "-c", _BOOT, path, str(theirs.fileno()), str(self._owner)],
@@ -97,6 +122,20 @@ class Host:
             self._pending_forks.append(process)
             socket.send_fds(self._control, [pack(FORK)], fds)
 
+    def rest(self, seconds: float) -> bool:
+        """Let the host end after some seconds, unless it is to fork before. Return whether it rests: it does if it has
+        forked workers, so that it has loaded torch, and all of them have ended."""
+        with self._lock:
+            self._receive()
+            running = self._started - self._ended.keys()
+            if self._owner != os.getpid() or not self._started or running or self._pending_forks or not self.alive:
+                return False
+            try:
+                self._control.send(pack(REST, math.ceil(seconds)))
+            except OSError:
+                return False
+            return True
+
     def ended(self, process: Process) -> str | None:
         """Return how a worker ended, in words; None while it is alive, or is yet to be forked."""
         with self._lock:
@@ -119,6 +158,7 @@ class Host:
                 message, pid, status = unpack(data)
                 if message == STARTED and self._pending_forks:
                     self._ended.pop(pid, None)  # process ids are reused
+                    self._started |= {pid} - {0}
                     self._pending_forks.popleft().pid = pid
                 elif message == ENDED:
                     self._ended[pid] = status
@@ -291,6 +331,10 @@ class Process:
             self._pump(0.0)
         printed = self._log.decode(errors="replace").strip()
         return Lost(Verdict(verdict_kind, f"{text}; it printed: {printed[-1000:]}" if printed else text))
+
+    def end(self) -> None:
+        """End the worker and its orphans. A thread that waits for a reply raises Lost."""
+        self._host.end(self)
 
     def close(self) -> None:
         """End the worker and its orphans, and close all file descriptors. Idempotent."""

@@ -31,6 +31,7 @@ from .contract import (
     ignore,
     path_or_none,
 )  # fmt: skip
+from .idle_hosts import IdleHosts
 from .process import Host, Lost, Process
 from .protocol import (
     Attempt,
@@ -68,7 +69,7 @@ class Worker:
     fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
 
     latency: how a GPU's calls are timed; see ``cuda_clock.CudaClock``. artifacts: the directory for built files; None:
-    that of the default store.
+    that of the default store. hosts: where the host comes from, and where ``close`` puts it back; None: one of its own.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Worker:
         limits: Limits | None = None,
         latency: Latency = "graph",
         artifacts: Path | None = None,
+        hosts: IdleHosts | None = None,
     ) -> None:
+        self._hosts = hosts
         self._target, self._limits = target, limits or Limits()
         self._setup = Setup(
             target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=path_or_none(artifacts)
@@ -112,7 +115,8 @@ class Worker:
         if self._host is None:
             # Not those of plugins: the worker itself imports the plugins that it is told of (``Setup.guests``).
             builtin = set(backends.names(self._target.device)) - backends.plugins().keys()
-            self._host = Host(preload=sorted(backends.preloaded_modules(builtin)))
+            preload = sorted(backends.preloaded_modules(builtin))
+            self._host = Host(preload) if self._hosts is None else self._hosts.take(preload)
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
@@ -209,9 +213,11 @@ class Worker:
             return SizesVerified(loss.verdict)
 
     def close(self) -> None:
-        """End the worker and every process that it started. Idempotent."""
+        """End the worker and every process that it started; the host, too, unless it is put back. Idempotent."""
         self._end_process()
-        if self._host is not None:
+        if self._host is not None and self._hosts is not None:
+            self._hosts.put_back(self._host)
+        elif self._host is not None:
             self._host.close()
         self._host = None
 

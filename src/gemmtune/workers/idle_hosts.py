@@ -1,0 +1,90 @@
+"""Hosts that this process keeps for a while after a tuning, for the next one.
+
+Starting a host takes seconds, most of them for importing torch (4.1 s beside an H200,
+benchmarks/results/host-start-h200-20261128.txt). Tunings often follow one another: those of a model's graphs, those of
+several models, and those that the policy "on-miss" asks for.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import threading
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from .process import Host, HostSettings
+
+KEPT_S = 60.0  # seconds after which an unused host ends
+_MARGIN_S = 5.0  # a host is not taken in the last of these seconds: it might end just then
+_MOST_KEPT = 2  # a tuning has one for its worker and one for its builders
+
+
+class _Kept(NamedTuple):
+    host: Host
+    until: float  # by time.monotonic()
+
+
+class IdleHosts:
+    """The hosts that are kept, at most ``_MOST_KEPT``. Several threads may use it.
+
+    A host that is taken from it has the settings that a new one would have: the environment, ``sys.path``, the current
+    directory and the processors. It ends by itself when nobody takes it, and with this process.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[_Kept] = []
+        self._of_parent: list[_Kept] = []
+
+    def take(self, preload: Sequence[str]) -> Host:
+        """Return a host that imports the modules ``preload``: one that was kept, else a new one.
+
+        Raises WorkerError when no process can be spawned.
+        """
+        settings = HostSettings.now(preload)
+        with self._lock:
+            self._end_useless()
+            kept = next((kept for kept in self._kept if kept.host.settings == settings), None)
+            if kept is not None:
+                self._kept.remove(kept)
+        return Host(preload) if kept is None else kept.host
+
+    def put_back(self, host: Host) -> None:
+        """Keep a host for ``KEPT_S`` seconds. One that has ended, has a worker left or has forked none, since it may
+        still be importing torch, is closed."""
+        if not host.rest(KEPT_S):
+            host.close()
+            return
+        with self._lock:
+            self._kept.append(_Kept(host, time.monotonic() + KEPT_S - _MARGIN_S))
+            self._end_useless()
+
+    def close(self) -> None:
+        """End the hosts that are kept."""
+        with self._lock:
+            for kept in self._kept:
+                kept.host.close()
+            self._kept.clear()
+
+    def after_fork(self) -> None:
+        """Leave the hosts to the process that this one was forked from."""
+        self._lock = threading.Lock()
+        self._of_parent += self._kept  # not freed: their destructors would look for the parent's processes
+        self._kept = []
+
+    def _end_useless(self) -> None:
+        """End the hosts that ended or soon will, and the oldest where there are too many. The caller holds the lock."""
+        now = time.monotonic()
+        useful = [kept for kept in self._kept if kept.host.alive and now < kept.until][-_MOST_KEPT:]
+        for kept in self._kept:
+            if kept not in useful:
+                kept.host.close()
+        self._kept = useful
+
+
+IDLE_HOSTS = IdleHosts()
+atexit.register(IDLE_HOSTS.close)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=IDLE_HOSTS.after_fork)
