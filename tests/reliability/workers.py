@@ -27,6 +27,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import Limits
+from gemmtune.workers.idle_hosts import IDLE_HOSTS
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
 
@@ -172,6 +173,7 @@ def hostile_builds(full: bool) -> Outcome:
     wrong = [
         f"{candidate.id}: {outcomes[candidate]}" for candidate in wanted if outcomes[candidate] != wanted[candidate]
     ]
+    IDLE_HOSTS.close()  # of other rows
     orphans = [str(process) for process in psutil.Process().children(recursive=True)] + _sleepers()
     return Outcome(
         f"{len(wanted) - len(wrong)} of {len(wanted)} as they should be; {len(orphans)} orphans; {seconds:.0f} s",

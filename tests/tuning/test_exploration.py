@@ -450,9 +450,9 @@ def test_row_has_the_results_of_the_trial(clock: Clock) -> None:
 
 @pytest.mark.parametrize(
     ("trial_s", "ahead", "strict", "spent_s"),
-    [(2.0, True, False, 0.25), (2.0, True, True, 2.0), (2.0, False, False, 2.0), (0.5, True, False, 0.5)],
+    [(2.0, True, False, 0.25), (2.0, True, True, 2.0), (2.0, False, False, 2.0), (0.34375, True, False, 0.34375)],
 )
-def test_compiling_beside_a_product_takes_none_of_the_default_budget(
+def test_setting_things_up_takes_none_of_the_default_budget(
     clock: Clock, trial_s: float, ahead: bool, strict: bool, spent_s: float
 ) -> None:
     session = Session(
@@ -464,11 +464,22 @@ def test_compiling_beside_a_product_takes_none_of_the_default_budget(
 
 
 @pytest.mark.parametrize(("candidates", "spent_s"), [(ATEN[:2], 2.0), (X[:1], 2.0)])
-def test_only_two_seconds_of_compiling_and_none_of_other_backends_are_not_counted(
+def test_only_two_seconds_of_setting_up_and_none_of_other_backends_are_not_counted(
     clock: Clock, candidates: Sequence[Candidate], spent_s: float
 ) -> None:
     """Each attempt takes 2 s, 1.75 of them without its call."""
     session = Session(clock, ListedSearch(candidates), trial_s=2.0, strict=False, build_ahead=lambda *_: None)
+    session.exploration.run(None)
+    assert session.context.budget.elapsed_s == spent_s
+
+
+@pytest.mark.parametrize(("call_s", "spent_s"), [(0.75, 0.25), (0.375, 0.625)])
+def test_first_call_that_sets_things_up_takes_none_of_the_default_budget(
+    clock: Clock, call_s: float, spent_s: float
+) -> None:
+    """The first attempt takes 0.25 s in its call, the second one all of its time."""
+    session = Session(clock, ListedSearch(ATEN[:2]), trial_s=call_s, strict=False, build_ahead=lambda *_: None)
+    session.worker.replies[ATEN[1].id] = Attempted(None, times_s=(call_s,))
     session.exploration.run(None)
     assert session.context.budget.elapsed_s == spent_s
 

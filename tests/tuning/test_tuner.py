@@ -28,6 +28,7 @@ from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.tuning.worker_pool import WorkerPool
 from gemmtune.workers.contract import Limits, WorkerStartError
+from gemmtune.workers.idle_hosts import IDLE_HOSTS
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import VARIABLE
 from gemmtune.workers.worker import Worker
@@ -43,7 +44,9 @@ def hostile_id(name: str) -> str:
 
 
 def worker_processes() -> set[psutil.Process]:
-    """Return the descendants of this process that a worker's host started."""
+    """Return the hosts among the descendants of this process, and what they started. Those that wait for another
+    tuning are ended first."""
+    IDLE_HOSTS.close()
     processes = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

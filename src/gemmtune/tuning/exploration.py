@@ -43,11 +43,13 @@ BUILT_AHEAD = 12  # of each template
 # templates that are behind out after their first four, and with 12 of each the kernels that it does ask for waited for
 # some that it does not. Builds for later Problems wait for all others, so that these have 12 of each.
 BUILT_AHEAD_OVERLAPPING = 6
-# On a GPU, an attempt of ATen's candidates that takes this many seconds longer than its calls has compiled the Triton
-# kernel beside a product, which happens once in a process. As builds, that takes none of the default budget, up to so
-# many seconds of a Problem: the first one with a residual had time for 9 candidates, others for 34 to 54
-# (compile-timeline-h200-20261128.txt).
-COMPILING_S, MOST_COMPILING_S = 0.4, 2.0
+# On a GPU, an attempt of one of ATen's candidates that takes SETTING_UP_S longer than its calls has set something up for
+# the whole process: a library has loaded kernels, or Triton has compiled the one beside a product. So has a first call
+# of FIRST_CALL_S, which is measured as if it were slow. As builds, that takes none of the default budget, up to so many
+# seconds of a Problem. The first Problem with a residual had time for 9 candidates, others for 34 to 54
+# (compile-timeline-h200-20261128.txt); the first fp8 one on a machine for 6, since the first product in float32 took
+# 1.7 s, others for 12 to 36 (every-m-20261128-142834, -151448).
+SETTING_UP_S, FIRST_CALL_S, MOST_SETTING_UP_S = 0.1, 0.4, 2.0
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2
 
@@ -72,7 +74,7 @@ class Exploration:
         self._builds: dict[str, Artifact | Verdict] = {}
         self._first: set[str] = set()  # ids of the candidates whose builds begin first
         self._others_tried = 0
-        self._compiling_left_s = MOST_COMPILING_S
+        self._setting_up_left_s = MOST_SETTING_UP_S
 
     @property
     def _budget(self) -> TimeBudget:
@@ -232,7 +234,8 @@ class Exploration:
             self._context.fail(row, result.verdict)
         if row.times_s:
             elapsed_s = time.perf_counter() - start
-            elapsed_s -= self._exclude_compiling(candidate, elapsed_s - sum(row.times_s))
+            calls_s = sum(seconds for seconds in row.times_s if seconds < FIRST_CALL_S)
+            elapsed_s -= self._exclude_setting_up(candidate, elapsed_s - calls_s)
             overhead_s = max(0.0, elapsed_s / len(row.times_s) - row.screening_s)
             self._context.overhead_s = (
                 min(self._context.overhead_s, overhead_s) if self._context.slowest_s else overhead_s
@@ -240,14 +243,14 @@ class Exploration:
             self._context.slowest_s = max(self._context.slowest_s, elapsed_s)
         return row
 
-    def _exclude_compiling(self, candidate: Candidate, setup_s: float) -> float:
-        """Do not count the compiling of an attempt that has just ended, and return its seconds (see ``COMPILING_S``).
+    def _exclude_setting_up(self, candidate: Candidate, setup_s: float) -> float:
+        """Do not count what an attempt that has just ended set up, and return the seconds (see ``SETTING_UP_S``).
         setup_s: the attempt's seconds without those of its calls."""
-        compiles = candidate.backend == BASELINE_BACKEND and self._build_ahead is not None and setup_s > COMPILING_S
-        if self._budget.strict or not compiles:
+        sets_up = candidate.backend == BASELINE_BACKEND and self._build_ahead is not None and setup_s > SETTING_UP_S
+        if self._budget.strict or not sets_up:
             return 0.0
-        seconds = min(setup_s, self._compiling_left_s)
-        self._compiling_left_s -= seconds
+        seconds = min(setup_s, self._setting_up_left_s)
+        self._setting_up_left_s -= seconds
         self._budget.exclude(seconds)
         return seconds
 
