@@ -62,7 +62,8 @@ def tune(
     search strategy (``tuning.search.register`` adds one). Ctrl-C keeps the finished
     decisions; a problem that another process is tuning is waited for. A decision that a disturbed machine left
     ``inconclusive`` is not stored; one line in the log reports how many. Afterwards the ops serve from the new
-    decisions.
+    decisions. Two processes with torch loaded may wait a minute for the next tuning, whose start they shorten by
+    seconds.
 
     m: the M that each weight is to be served at: ``"all"`` (1 to 8192 on a GPU, 1 to 512 on a CPU), a ``range``, or
     hints as ``[64, 256, 4096]``, which are the M that are tuned by themselves where all M are served. A few M are
