@@ -20,7 +20,7 @@ def undisturbed() -> Iterator[None]:
     """Tune in this process with one thread, and never call the machine disturbed: no decision is inconclusive for
     that."""
 
-    def make_worker(target: Target, *, limits: object, **options: Any) -> LocalWorker:
+    def make_worker(target: Target, *, limits: object, hosts: object, **options: Any) -> LocalWorker:
         return LocalWorker(target, **options)
 
     threads = torch.get_num_threads()
