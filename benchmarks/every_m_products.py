@@ -305,7 +305,7 @@ def decide_on_a_busy_host() -> None:
     """Tune in this process, and never call the machine disturbed: whether the decisions are the best is not checked
     here."""
 
-    def make_worker(target: Any, *, limits: object, **options: Any) -> LocalWorker:
+    def make_worker(target: Any, *, limits: object, hosts: object, **options: Any) -> LocalWorker:
         return LocalWorker(target, **options)
 
     worker_pool.Worker = make_worker  # type: ignore[assignment,attr-defined]
