@@ -174,6 +174,18 @@ def test_stream_k_is_estimated_faster_where_the_last_wave_is_mostly_empty() -> N
     assert seconds(even, **tile, stream=True) > seconds(even, **tile)
 
 
+def test_smaller_tile_is_estimated_faster_only_where_it_needs_fewer_rounds() -> None:
+    """128 x 256 tiles of 6336 x 4096 need seven rounds, and 64 x 256 ones twelve of half the size; of 6144 x 4096 six
+    and twelve. Four warps suffice for the smaller tile."""
+    large = {"bm": 128, "bn": 256, "bk": 64, "split": 1, "stages": 4, "warps": 8, "swap": False, "tma": True}
+    small = {**large, "bm": 64, "stages": 5, "warps": 4}
+    work = Work(6336, 4096, 4096, 2.0, 2.0, 132, 232448)
+    assert seconds(work, **small) < seconds(work, **large)
+    assert seconds(work, **small) < seconds(work, **{**small, "warps": 8})
+    fewer = replace(work, m=6144)
+    assert seconds(fewer, **large) < seconds(fewer, **small) < 1.15 * seconds(fewer, **large)
+
+
 # --- compiling ------------------------------------------------------------------------------------------------------
 
 
