@@ -16,7 +16,7 @@ from gemmtune.core.decision import Verdict
 from gemmtune.core.problem import Operand, Problem
 from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
-from gemmtune.workers import builds
+from gemmtune.workers import builds, idle_hosts
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
@@ -72,7 +72,7 @@ def test_builds_run_in_parallel() -> None:
 def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host_events: list[str] = []
 
-    class RecordingHost(builds.Host):
+    class RecordingHost(idle_hosts.Host):
         def __init__(self, preload: Sequence[str] = ()) -> None:
             super().__init__(preload)
             host_events.append(self.tag)
@@ -81,14 +81,14 @@ def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             super().fork(process, fds)  # type: ignore[arg-type]
             host_events.append("fork")
 
-    monkeypatch.setattr(builds, "Host", RecordingHost)
+    monkeypatch.setattr(idle_hosts, "Host", RecordingHost)
     prebuild([toy_candidate("slow", seconds=0.01 * i) for i in range(5)], limits=LIMITS)
     assert host_events[1:] == ["fork"] * 5
     assert tagged(host_events[0]) == []
 
 
 def test_candidates_without_a_build_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(builds, "Host", None)
+    monkeypatch.setattr(idle_hosts, "Host", None)
     candidate = Candidate.make("aten", "mm")
     assert isinstance(prebuild([candidate, candidate])[candidate.id], Artifact)
     assert prebuild([]) == {}

@@ -549,7 +549,7 @@ def test_host_imports_what_kernels_for_the_device_need_first(monkeypatch: pytest
             preloaded.append(preload)
             raise WorkerError("no process is needed here")
 
-    monkeypatch.setattr("gemmtune.workers.worker.Host", FakeHost)
+    monkeypatch.setattr("gemmtune.workers.idle_hosts.Host", FakeHost)
     for target in (H200, current_cpu()):
         with pytest.raises(WorkerError, match="no process"):
             Worker(target).start()

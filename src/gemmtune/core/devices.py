@@ -203,8 +203,8 @@ class CudaDevice(Device):
     # Times are short and steady: rounds of a race repeat to a few tenths of a percent. A GPU has no other users, as a
     # rule, but its clock may still be rising when the first candidates are timed. Templates list their likeliest
     # candidates first. An H100 of 700 W reaches its power limit after 0.08 to 0.16 s of fp8 products: the same calls
-    # then take 12% to 20% longer (heat-h100-20261127.json). In a simulation on the times
-    # of 213 Decisions ``behind`` leaves out 22% of the candidates, 3% without it; the fastest of one either way
+    # then take 12% to 20% longer (heat-h100-20261127.json). In a simulation on the times of 213
+    # Decisions ``behind`` leaves out 22% of the candidates, 3% without it; the fastest of one either way
     # (search-behind-h200-20261128.txt).
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,

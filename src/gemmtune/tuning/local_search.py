@@ -91,7 +91,7 @@ class LocalSearch:
         """The candidates that the search may ask for next, the likeliest first, without those chosen at random. Those
         around further leaders are among them only when there are no others: most searches end before.
 
-        In a replay of 32 searches (fp8 and int8 weights, H200; a script that was not kept) 198 kernels are built for
+        In a replay of 32 searches (fp8 and int8 weights, H200; a script that was not kept) 194 kernels are built for
         the four M of a weight, 274 with all of them, half of which were not asked for.
         """
         seeds = [self._first, *(self._without_hopeless(wave) for wave in self._seeds)]

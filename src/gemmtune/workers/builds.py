@@ -57,13 +57,14 @@ class Builders:
 
     artifacts: the directory for built files; None: that of the default store. The process that builders are forked from
     is started at the first build, and kept running. hosts: where it comes from, and where ``close`` puts it back; None:
-    one of its own.
+    it is a new one, which ends.
     """
 
     def __init__(
         self, limits: BuildLimits | None = None, artifacts: Path | None = None, hosts: IdleHosts | None = None
     ) -> None:
-        self._limits, self._artifacts, self._hosts = limits or BuildLimits(), artifacts, hosts
+        self._limits, self._artifacts = limits or BuildLimits(), artifacts
+        self._hosts = IdleHosts(most=0) if hosts is None else hosts
         self._running = _Running()
         self._count = self._limits.builders or len(allowed_cpus())
         self._slots = _BuildSlots(self._count)
@@ -133,12 +134,10 @@ class Builders:
         """End the builds in progress, and the process that builders are forked from unless it is put back.
         Idempotent."""
         self._slots.close()
-        if self._host is not None and self._hosts is None:
-            self._host.close()
         self._running.end()
         for pool in self._background.values():
             pool.shutdown(cancel_futures=True)
-        if self._host is not None and self._hosts is not None:
+        if self._host is not None:
             self._hosts.put_back(self._host)
         self._host, self._running = None, _Running()
         self._background.clear()
@@ -197,8 +196,7 @@ class Builders:
     def _ready_host(self, preload: set[str]) -> Host:
         if self._host is not None and not self._host.alive:
             self.close()
-        if self._host is None:
-            self._host = Host(sorted(preload)) if self._hosts is None else self._hosts.take(sorted(preload))
+        self._host = self._host or self._hosts.take(sorted(preload))
         return self._host
 
 

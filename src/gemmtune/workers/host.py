@@ -24,7 +24,7 @@ import warnings
 
 import psutil
 
-from .host_protocol import ENDED, FDS, FORK, KILL, PRELOAD, REST, SIZE, STARTED, pack, unpack
+from .host_protocol import ENDED, EXPIRE, FDS, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .prctl import adopt_orphans, die_with_parent
 
 # The parent's own children may hold its end of the socket open, so the host also polls for its death.
@@ -83,7 +83,7 @@ class _Host:
         if message == FORK:
             self._ends_at = math.inf
             self._fork(fds)
-        elif message == REST:
+        elif message == EXPIRE:
             self._ends_at = time.monotonic() + pid
         elif message == KILL and pid in self._workers:
             _kill_session(pid)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import struct
 
-# parent to host: FORK (with FDS descriptors: requests, replies, marker, log), KILL pid, REST (in place of a pid, the
-# seconds after which the host ends unless a FORK comes before).
+# parent to host: FORK (with FDS descriptors: requests, replies, marker, log), KILL pid, EXPIRE (in place of a pid,
+# the seconds after which the host ends unless a FORK comes before).
 # host to parent: STARTED pid (0: it could not fork), in the order of the FORKs; ENDED pid, exit status.
-FORK, KILL, REST, STARTED, ENDED = b"f", b"k", b"r", b"s", b"e"
+FORK, KILL, EXPIRE, STARTED, ENDED = b"f", b"k", b"x", b"s", b"e"
 FDS = 4
 PRELOAD = "GEMMTUNE_PRELOAD"  # environment variable of the host: modules to import first, separated by commas
 

@@ -18,7 +18,7 @@ from .process import Host, HostSettings
 
 KEPT_S = 60.0  # seconds after which an unused host ends
 _MARGIN_S = 5.0  # a host is not taken in the last of these seconds: it might end just then
-_MOST_KEPT = 2  # a tuning has one for its worker and one for its builders
+MOST_KEPT = 2  # a tuning has one for its worker and one for its builders
 
 
 class _Kept(NamedTuple):
@@ -27,13 +27,14 @@ class _Kept(NamedTuple):
 
 
 class IdleHosts:
-    """The hosts that are kept, at most ``_MOST_KEPT``. Several threads may use it.
+    """The hosts that are kept, at most ``most``; with 0, each host that is put back ends. Several threads may use it.
 
     A host that is taken from it has the settings that a new one would have: the environment, ``sys.path``, the current
     directory and the processors. It ends by itself when nobody takes it, and with this process.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, most: int = MOST_KEPT) -> None:
+        self._most = most
         self._lock = threading.Lock()
         self._kept: list[_Kept] = []
         self._of_parent: list[_Kept] = []
@@ -54,7 +55,7 @@ class IdleHosts:
     def put_back(self, host: Host) -> None:
         """Keep a host for ``KEPT_S`` seconds. One that has ended, has a worker left or has forked none, since it may
         still be importing torch, is closed."""
-        if not host.rest(KEPT_S):
+        if not self._most or not host.end_unless_used(KEPT_S):
             host.close()
             return
         with self._lock:
@@ -77,7 +78,7 @@ class IdleHosts:
     def _end_useless(self) -> None:
         """End the hosts that ended or soon will, and the oldest where there are too many. The caller holds the lock."""
         now = time.monotonic()
-        useful = [kept for kept in self._kept if kept.host.alive and now < kept.until][-_MOST_KEPT:]
+        useful = [kept for kept in self._kept if kept.host.alive and now < kept.until][-self._most :]
         for kept in self._kept:
             if kept not in useful:
                 kept.host.close()

@@ -30,7 +30,7 @@ from ..core.errors import WorkerError
 from ..timing.machine import allowed_cpus
 from ..timing.outcome import LeaderUpdate
 from .heartbeat import Heartbeat
-from .host_protocol import ENDED, FORK, KILL, PRELOAD, REST, SIZE, STARTED, pack, unpack
+from .host_protocol import ENDED, EXPIRE, FORK, KILL, PRELOAD, SIZE, STARTED, pack, unpack
 from .process_tags import VARIABLE, kill_tagged
 from .protocol import Alive, FrameReader, Reply, Request, decode_reply, encode_frame
 
@@ -122,16 +122,16 @@ class Host:
             self._pending_forks.append(process)
             socket.send_fds(self._control, [pack(FORK)], fds)
 
-    def rest(self, seconds: float) -> bool:
-        """Let the host end after some seconds, unless it is to fork before. Return whether it rests: it does if it has
-        forked workers, so that it has loaded torch, and all of them have ended."""
+    def end_unless_used(self, seconds: float) -> bool:
+        """Have the host end after some seconds, unless ``fork`` is called before. Return whether it will: only a host
+        that has forked workers, so that it has loaded torch, and all of whose workers have ended."""
         with self._lock:
             self._receive()
             running = self._started - self._ended.keys()
             if self._owner != os.getpid() or not self._started or running or self._pending_forks or not self.alive:
                 return False
             try:
-                self._control.send(pack(REST, math.ceil(seconds)))
+                self._control.send(pack(EXPIRE, math.ceil(seconds)))
             except OSError:
                 return False
             return True

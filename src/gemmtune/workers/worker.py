@@ -69,7 +69,8 @@ class Worker:
     fresh worker, and that verdict counts. (A worker that finds its own device context lost ends itself.)
 
     latency: how a GPU's calls are timed; see ``cuda_clock.CudaClock``. artifacts: the directory for built files; None:
-    that of the default store. hosts: where the host comes from, and where ``close`` puts it back; None: one of its own.
+    that of the default store. hosts: where the host comes from, and where ``close`` puts it back; None: it is a
+    new one, which ends.
     """
 
     def __init__(
@@ -81,7 +82,7 @@ class Worker:
         artifacts: Path | None = None,
         hosts: IdleHosts | None = None,
     ) -> None:
-        self._hosts = hosts
+        self._hosts = IdleHosts(most=0) if hosts is None else hosts
         self._target, self._limits = target, limits or Limits()
         self._setup = Setup(
             target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=path_or_none(artifacts)
@@ -115,8 +116,7 @@ class Worker:
         if self._host is None:
             # Not those of plugins: the worker itself imports the plugins that it is told of (``Setup.guests``).
             builtin = set(backends.names(self._target.device)) - backends.plugins().keys()
-            preload = sorted(backends.preloaded_modules(builtin))
-            self._host = Host(preload) if self._hosts is None else self._hosts.take(preload)
+            self._host = self._hosts.take(sorted(backends.preloaded_modules(builtin)))
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
@@ -215,10 +215,8 @@ class Worker:
     def close(self) -> None:
         """End the worker and every process that it started; the host, too, unless it is put back. Idempotent."""
         self._end_process()
-        if self._host is not None and self._hosts is not None:
+        if self._host is not None:
             self._hosts.put_back(self._host)
-        elif self._host is not None:
-            self._host.close()
         self._host = None
 
     def __enter__(self) -> Worker:
