@@ -28,7 +28,7 @@ SIGNATURES = {
     "scaled_mm": "mat1 mat2 scale_a scale_b bias scale_result out_dtype use_fast_accum",
     "pack": "weight scale zero_point bits group_size m layout",
     "tune": "model_or_problems example_inputs budget store backends progress force operands device latency search m"
-    " config_key",
+    " batch config_key",
     "optimize": "model example_inputs tune memory budget store backends progress latency compare m config_key",
     "compile": "model fullgraph dynamic mode options",
 }

@@ -8,7 +8,7 @@ import pytest
 import typer
 
 import gemmtune.tuning.api
-from gemmtune.cli.sizes import parse_config_key, parse_m
+from gemmtune.cli.sizes import parse_config_key, parse_sizes
 from gemmtune.core.events import PlanDone, PlanProgress, ProblemDone, ProblemStarted
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -25,8 +25,8 @@ from helpers.plans import LARGE, SMALL, planted_plan
     (None, None), ("all", "all"), ("1:8192", range(1, 8193)), ("7:7", range(7, 8)), ("64,256,4096", [64, 256, 4096]),
     ("64", [64]), ("64, 8", [64, 8]),
 ])  # fmt: skip
-def test_parse_m(text: str | None, expected: Any) -> None:
-    assert parse_m(text) == expected
+def test_parse_sizes(text: str | None, expected: Any) -> None:
+    assert parse_sizes(text, "--m") == expected
 
 
 @pytest.mark.parametrize(
@@ -35,14 +35,16 @@ def test_parse_m(text: str | None, expected: Any) -> None:
 )
 def test_wrong_m_is_wrong_usage(text: str) -> None:
     with pytest.raises(typer.BadParameter) as caught:
-        parse_m(text)
+        parse_sizes(text, "--batch")
     assert repr(text)[1:-1] in str(caught.value)
+    assert "--batch" in str(caught.value)
 
 
 class FakeTuning:
-    """Fake of ``tune_on_device`` that makes one plan. ``m``, ``config_key``: what it was called with."""
+    """Fake of ``tune_on_device`` that makes one plan. ``m``, ``batch``, ``config_key``: what it was called with."""
 
     m: Any = None
+    batch: Any = None
     config_key: Any = None
     interrupted = False
     plans = True
@@ -55,10 +57,11 @@ class FakeTuning:
         *,
         progress: Any,
         m: Any,
+        batch: Any,
         config_key: Any,
         **_: Any,
     ) -> None:
-        self.m, self.config_key = m, config_key
+        self.m, self.batch, self.config_key = m, batch, config_key
         problem, target = problems[0][0], current_target()
         decisions = [make_decision(problem.with_m(size), target=target) for size in (1, 128)]
         for index, decision in enumerate(decisions):
@@ -104,7 +107,7 @@ def test_progress_and_plans_are_printed(run: CommandRunner, tuning: FakeTuning, 
     assert sum("values of M timed" in text for text in lines) == 1
     # SMALL takes 9 us and LARGE 10 us at M = 48.
     assert "Mx64x96 fp32: M 1-128, 2 kernels in 2 intervals, worst regret 11.1% at M = 48" in lines
-    assert ["Mx64x96", "fp32", "1-128", "unpacked", "2", "2", "11.1%", "at", "M", "=", "48"] in [
+    assert ["Mx64x96", "fp32", "M", "1-128", "unpacked", "2", "2", "11.1%", "at", "M", "=", "48"] in [
         t.split() for t in lines
     ]
 

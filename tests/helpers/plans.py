@@ -11,7 +11,7 @@ import pytest
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
-from gemmtune.core.problem import Problem
+from gemmtune.core.problem import Dim, Problem
 from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.timing.size_sweep import SizesTimed
@@ -70,9 +70,14 @@ LARGE = simulated("large", staircase(6.0, 4.0, 128), rows=128)
 
 
 def decisions_at(
-    kernels: Sequence[SimulatedKernel], sizes: Sequence[int], problem: Problem = PROBLEM, plain: Model = PLAIN_S
+    kernels: Sequence[SimulatedKernel],
+    sizes: Sequence[int],
+    problem: Problem = PROBLEM,
+    plain: Model = PLAIN_S,
+    dim: Dim = "m",
 ) -> list[Decision]:
-    """Return a Decision for each M, in which all kernels were raced against ATen's plain op and were right."""
+    """Return a Decision for each M (or batch), in which all kernels were raced against ATen's plain op and were
+    right."""
     decisions = []
     for m in sizes:
         rows = []
@@ -83,7 +88,7 @@ def decisions_at(
             rows.append(
                 Evidence(kernel.candidate.to_dict(), kernel.id, "finalist", kernel.packing, "", verdict, sample)
             )
-        decisions.append(decide(problem.with_m(m), *rows, aten_s=plain(m)))
+        decisions.append(decide(problem.with_size(dim, m), *rows, aten_s=plain(m)))
     return decisions
 
 
@@ -112,8 +117,8 @@ class FakeWorker:
     """Fake worker that times and verifies simulated kernels.
 
     timing_s: seconds that timing one kernel at one M takes. timed: the ids that were timed, by M, request by request.
-    verified: the M at which each kernel was verified. stalls: what the next timing of a kernel at an M is multiplied
-    with.
+    verified: the M at which each kernel was verified. dims: of all requests. stalls: what the next timing of a kernel
+    at an M is multiplied with.
     """
 
     def __init__(
@@ -130,6 +135,7 @@ class FakeWorker:
         self.verified: dict[str, list[int]] = {}
         self.stalls: dict[tuple[str, int], float] = {}
         self.losses = 0
+        self.dims: set[Dim] = set()
 
     def open(self, problem: Problem, seed: int) -> None:
         self.opened.append(problem)
@@ -143,7 +149,9 @@ class FakeWorker:
         seed: int,
         hot: bool = False,
         load_s: float = 0.0,
+        dim: Dim = "m",
     ) -> SizesTimed:
+        self.dims.add(dim)
         loaded = [self._kernels[Candidate.from_dict(item.candidate).id] for item in candidates]
         result = SizesTimed()
         self.timed.append({m: [loaded[position].id for position in positions] for m, positions in sizes.items()})
@@ -170,7 +178,8 @@ class FakeWorker:
         assert self.losses < 20, "the same kernel is sent again and again"
         raise WorkerLost(Verdict("crashed", "SIGSEGV"), kernel.id)
 
-    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int], dim: Dim = "m") -> SizesVerified:
+        self.dims.add(dim)
         kernel = self._kernels[Candidate.from_dict(item.candidate).id]
         self.clock.now += self.timing_s * len(sizes)
         for m in sizes:

@@ -25,6 +25,12 @@ WRONG_ROWS: dict[str, Callable[[int], bool]] = {
     "from 129": lambda m: m >= 129,
 }
 SLOW_ROWS: dict[str, Callable[[int], bool]] = {"odd": lambda m: m % 2 == 1}
+BATCHES_ENTRY_POINT = "helpers.planted_kernels:FaultyBatchesBackend"
+# The batches at which each kernel of FaultyBatchesBackend is wrong.
+WRONG_BATCHES: dict[str, Callable[[int], bool]] = {
+    "third of seven": lambda batch: batch % 7 == 3,
+    "from 17": lambda batch: batch >= 17,
+}
 
 
 def planted(remainder: int) -> Candidate:
@@ -35,6 +41,11 @@ def planted(remainder: int) -> Candidate:
 def faulty_rows(fault: str) -> Candidate:
     """Return the candidate with a fault of ``WRONG_ROWS`` or ``SLOW_ROWS``."""
     return Candidate.make("faulty_rows", "kernel", fault=fault)
+
+
+def faulty_batches(fault: str) -> Candidate:
+    """Return the candidate with a fault of ``WRONG_BATCHES``."""
+    return Candidate.make("faulty_batches", "kernel", fault=fault)
 
 
 def never(m: int) -> bool:
@@ -71,7 +82,7 @@ class PlantedKernel(Kernel):
         if key in self.results:
             out.copy_(self.results[key][2])
         else:
-            torch.mm(a, b, out=out)
+            self.multiply(a, b, out)
             if self.wrong(m):
                 out[-1] += 1.0
             if not (out.is_cuda and torch.cuda.is_current_stream_capturing()):
@@ -79,9 +90,19 @@ class PlantedKernel(Kernel):
         for _ in range(3 if self.slow(m) else 0):
             torch.mm(a, b)
 
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        torch.mm(a, b, out=out)
+
     def pack(self, b: Any) -> PackedWeight:
         assert self.packing is not None
         return PackedWeight(self.packing, (b.clone(),), self.problem.n, self.problem.k, self.problem.b.dtype)
+
+
+class PlantedBatchesKernel(PlantedKernel):
+    """``PlantedKernel`` of batched products, whose faults are at batches."""
+
+    def multiply(self, a: Tensor, b: Tensor, out: Tensor) -> None:
+        torch.bmm(a, b, out=out)
 
 
 class PlantedBackend(Backend):
@@ -128,6 +149,26 @@ class FaultyRowsBackend(Backend):
 
     def source_digest(self) -> str:
         return "faulty rows"
+
+
+class FaultyBatchesBackend(Backend):
+    """Backend of the kernels of ``WRONG_BATCHES``, for CPUs and GPUs."""
+
+    name = "faulty_batches"
+
+    def available(self, target: Target) -> Availability:
+        return Availability(True)
+
+    def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:
+        for fault in WRONG_BATCHES if problem.is_batched else ():
+            yield faulty_batches(fault)
+
+    def load(self, artifact: Artifact, problem: Problem) -> Kernel:
+        fault = str(artifact.candidate["fault"])
+        return PlantedBatchesKernel(problem, artifact.candidate, WRONG_BATCHES[fault])
+
+    def source_digest(self) -> str:
+        return "faulty batches"
 
 
 def assert_no_fault_is_served(plan: TunedPlan) -> None:

@@ -12,15 +12,25 @@ import torch
 import gemmtune
 from gemmtune import backends
 from gemmtune.core.events import Event, PlanDone
+from gemmtune.core.problem import Operand, Problem
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
-from gemmtune.tuning.verified_sizes import sizes_to_verify
+from gemmtune.tuning.verified_sizes import batches_to_verify, sizes_to_verify
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.protocol import SizedCandidate
 from helpers import planted_kernels
-from helpers.planted_kernels import PACKING, RIGHT, WRONG_ROWS, assert_no_fault_is_served, faulty_rows, planted
+from helpers.planted_kernels import (
+    PACKING,
+    RIGHT,
+    WRONG_BATCHES,
+    WRONG_ROWS,
+    assert_no_fault_is_served,
+    faulty_batches,
+    faulty_rows,
+    planted,
+)
 from helpers.undisturbed import undisturbed
 
 
@@ -99,6 +109,42 @@ def test_kernels_with_faults_at_some_m_do_not_serve_there() -> None:
     assert (plan.first, plan.last) == (1, 256)
     assert store.failures(current_target(), problem.plan_key).keys() >= {faulty_rows(fault).id for fault in WRONG_ROWS}
     assert_no_fault_is_served(plan)
+
+
+def batched_problem(batch: int, m: int = 4, n: int = 24, k: int = 32) -> Problem:
+    return Problem("bmm", m, n, k, Operand("float32"), Operand("float32"), "float32", batch=batch)
+
+
+@pytest.mark.usefixtures("undisturbed")
+def test_kernels_with_faults_at_some_batches_do_not_serve_there() -> None:
+    """Wrong from 17 matrices on, and wrong at every seventh batch; both are right at the tuned batches 1 and 8."""
+    backends.register("faulty_batches", planted_kernels.BATCHES_ENTRY_POINT)
+    store, problem = MemoryStore(), batched_problem(8)
+    gemmtune.tune(problem, batch=range(1, 33), budget=1.0, store=store, backends=["faulty_batches"])
+    plan = store.get_plan(current_target(), problem.plan_key_over("batch"))
+    assert plan is not None
+    assert (plan.dim, plan.first, plan.last) == ("batch", 1, 32)
+    for interval in plan.intervals.get("", ()):
+        for fault, is_wrong in WRONG_BATCHES.items():
+            served = range(interval.first, interval.last + 1) if interval.kernel == faulty_batches(fault).id else ()
+            assert not any(map(is_wrong, served)), interval
+    for batch in range(1, 36):
+        a, b = torch.randn(batch, 4, 32), torch.randn(batch, 32, 24)
+        torch.testing.assert_close(gemmtune.bmm(a, b), torch.bmm(a, b))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_kernel_right_at_the_tuned_batch_is_found_wrong_at_others(seed: int) -> None:
+    backends.register("faulty_batches", planted_kernels.BATCHES_ENTRY_POINT)
+    with LocalWorker(current_target()) as worker:
+        worker.open(batched_problem(32), seed)
+        sizes = batches_to_verify([(1, 32)], random.Random(seed))
+        for fault, is_wrong in WRONG_BATCHES.items():
+            item = SizedCandidate(faulty_batches(fault).to_dict(), 8)
+            result = worker.verify_sizes(item, sizes, "batch")
+            assert result.verdict.kind == "wrong"
+            assert is_wrong(result.failed_m)
+            assert worker.verify_sizes(item, [1, 8, 16], "batch").verdict.ok
 
 
 @pytest.mark.parametrize("seed", range(3))

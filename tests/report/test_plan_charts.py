@@ -49,7 +49,7 @@ def test_aten_is_drawn_at_the_sizes_of_its_scan_too() -> None:
 def test_many_intervals_are_counted_in_the_note() -> None:
     spans = tuple(PlanInterval(m, m, (SMALL, LARGE)[m % 2].id) for m in range(1, 129))
     chart, _ = plan_curves(replace(PLAN, intervals={**PLAN.intervals, "": spans}), CEILINGS)
-    assert "serves M: 128 intervals, in the table of kernels. " in chart.note
+    assert "serves: 128 intervals, in the table of kernels. " in chart.note
     assert len(chart.bands) == 128
 
 

@@ -247,7 +247,7 @@ def test_kernel_that_crashes_while_verified_does_not_serve(clock: FakeTime, stor
     planted = simulated("planted", fastest)
     worker = FakeWorker(clock, [*SOUND, replace(planted, wrong_at=lambda m: m == 100)])
     original = worker.verify_sizes
-    worker.verify_sizes = lambda item, sizes: original(item, [*sizes, 100])  # type: ignore[method-assign]
+    worker.verify_sizes = lambda item, sizes, dim: original(item, [*sizes, 100])  # type: ignore[method-assign]
     plan = run_session(worker, [*SOUND, planted], store)
     assert plan is not None
     assert planted.id not in serving_kernels(plan)

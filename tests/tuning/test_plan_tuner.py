@@ -12,12 +12,13 @@ from typing import Any
 import msgspec
 import pytest
 
+from gemmtune.backends.aten import AtenBackend
 from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import StoreError, WorkerError
 from gemmtune.core.events import Event, PlanDone
-from gemmtune.core.problem import Problem
+from gemmtune.core.problem import Dim, Operand, Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
 from gemmtune.core.workloads import linear_problem
@@ -32,6 +33,7 @@ from gemmtune.workers.protocol import SizedCandidate, SizesVerified
 from helpers.plans import (
     LARGE,
     PLAIN,
+    PLAIN_S,
     PROBLEM,
     SMALL,
     FakeTime,
@@ -39,6 +41,7 @@ from helpers.plans import (
     SimulatedKernel,
     decisions_at,
     serving_kernels,
+    simulated,
     use_fake_time,
 )  # fmt: skip
 
@@ -59,8 +62,8 @@ class FakePool:
 class FakeTuner:
     """Tuner whose Decisions are those of simulated kernels. tuned: the M of each call. pools: all that it returned."""
 
-    def __init__(self, clock: FakeTime, kernels: Sequence[SimulatedKernel] = (SMALL, LARGE)) -> None:
-        self.clock, self.kernels = clock, kernels
+    def __init__(self, clock: FakeTime, kernels: Sequence[SimulatedKernel] = (SMALL, LARGE), dim: Dim = "m") -> None:
+        self.clock, self.kernels, self.dim = clock, kernels, dim
         self.worker = FakeWorker(clock, kernels)
         self.tuned: list[list[int]] = []
         self.counts: list[int] = []
@@ -79,9 +82,11 @@ class FakeTuner:
     def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
         problems = list(problems)
         assert not self.pools[-1].closed
-        self.tuned.append([problem.m for problem, _ in problems])
+        self.tuned.append([problem.size(self.dim) for problem, _ in problems])
         self.counts += [count for _, count in problems]
-        found = [decisions_at(self.kernels, [problem.m], problem)[0] for problem, _ in problems]
+        found = [
+            decisions_at(self.kernels, [problem.size(self.dim)], problem, dim=self.dim)[0] for problem, _ in problems
+        ]
         return [msgspec.structs.replace(item, outcome=self.outcome or item.outcome) for item in found]
 
 
@@ -213,6 +218,51 @@ def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: Mem
 
 
 # --- stored plans
+
+
+BATCHED = Problem("bmm", 4, 24, 32, Operand("float32"), Operand("float32"), "float32", batch=6)
+BATCHED_PLAIN = AtenBackend().default_candidate(BATCHED)
+
+
+def batch_tuner(clock: FakeTime, *kernels: SimulatedKernel) -> FakeTuner:
+    """Return a tuner of batches, of SMALL, LARGE and more kernels besides ATen's for batched products."""
+    tuner = FakeTuner(clock, (SMALL, LARGE, *kernels), dim="batch")
+    tuner.worker = FakeWorker(clock, (*tuner.kernels, SimulatedKernel(BATCHED_PLAIN, PLAIN_S)))
+    return tuner
+
+
+def test_plan_over_the_batch(clock: FakeTime, store: MemoryStore) -> None:
+    """Its sizes are batches; kernels of packed weights, which have a batch of their own, are left out."""
+    packed = simulated("packed", lambda m: 1e-7, packing="toy")
+    tuner = batch_tuner(clock, packed)
+    decisions, plans = tune(tuner, store, "all", [(BATCHED, 1), (BATCHED.with_size("batch", 20), 3)], dim="batch")
+    assert tuner.tuned == [[1, 6, 20, 64]]
+    assert [decision.problem["batch"] for decision in decisions] == [1, 6, 20, 64]
+    (plan,) = plans
+    assert plan == store.get_plan(current_target(), BATCHED.plan_key_over("batch"))
+    assert (plan.dim, plan.first, plan.last, plan.counts) == ("batch", 1, 128, {6: 1, 20: 3})
+    assert serving_kernels(plan) == {SMALL.id, LARGE.id}
+    assert {kernel.packing for kernel in plan.kernels} == {None}
+    assert tuner.worker.dims == {"batch"}
+    assert tuner.worker.opened[0] == BATCHED.with_size("batch", 128)
+    assert {kernel.tuned_m for kernel in plan.kernels} <= {1, 6, 20, 64}
+    assert store.get_plan(current_target(), BATCHED.plan_key) is None
+    again = batch_tuner(clock)
+    assert tune(again, store, range(3, 9), [(BATCHED, 1)], dim="batch")[1] == [plan]
+    assert again.worker.timed == []
+
+
+def test_fault_at_a_batch_is_a_fault_of_the_plan_over_the_batch(clock: FakeTime, store: MemoryStore) -> None:
+    wrong = simulated("wrong", lambda m: 1e-7, wrong_at=lambda batch: batch % 2 == 1)
+    (plan,) = tune(batch_tuner(clock, wrong), store, range(1, 65), [(BATCHED, 1)], dim="batch")[1]
+    assert wrong.id not in serving_kernels(plan)
+    assert store.failures(current_target(), BATCHED.plan_key_over("batch")).keys() == {wrong.id}
+    assert store.failures(current_target(), BATCHED.plan_key) == {}
+
+
+def test_problems_without_a_batch_have_no_plan_over_it(clock: FakeTime, store: MemoryStore) -> None:
+    with pytest.raises(ValueError, match="mm has no batch"):
+        tune(batch_tuner(clock), store, "all", dim="batch")
 
 
 @pytest.mark.parametrize("m", [range(1, 129), range(5, 100), range(7, 8)])
@@ -521,7 +571,7 @@ def test_weight_whose_kernels_all_fail_has_no_plan(
     clock: FakeTime, store: MemoryStore, caplog: pytest.LogCaptureFixture
 ) -> None:
     class FailsAll(FakeWorker):
-        def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
+        def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int], dim: Dim = "m") -> SizesVerified:
             return SizesVerified(Verdict("wrong", "an element is off"), sizes[0])
 
     tuner = FakeTuner(clock)

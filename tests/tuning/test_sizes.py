@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.devices import TuningProfile
+from gemmtune.core.problem import Operand, Problem
 from gemmtune.tuning.sizes import SizeRange, parse_sizes
 
 CPU = TuningProfile()
@@ -34,6 +36,32 @@ def test_size_range_of_each_form(
     profile: TuningProfile, m: Any, recorded: tuple[int, ...], expected: SizeRange
 ) -> None:
     assert parse_sizes(m, profile, recorded) == expected
+
+
+BATCHED = Problem("bmm", 16, 64, 32, Operand("float32"), Operand("float32"), "float32", batch=4)
+GIANT = replace(BATCHED, n=4096, k=4096)  # a matrix takes 64 MB
+HUGE = replace(BATCHED, n=8192, k=8192)  # a matrix takes more than the profile's limit
+
+
+@pytest.mark.parametrize(("problem", "batch", "recorded", "expected"), [
+    (BATCHED, "all", (), SizeRange(1, 128, (1, 8, 64), dim="batch")),
+    (BATCHED, "all", (4, 200), SizeRange(1, 200, (1, 4, 64, 200), dim="batch")),
+    (BATCHED, range(2, 9), (4,), SizeRange(2, 8, (4,), dim="batch")),
+    (BATCHED, [32], (), SizeRange(1, 128, (32,), dim="batch")),
+    (GIANT, "all", (), SizeRange(1, 1, (1,), dim="batch")),
+    (GIANT, "all", (3,), SizeRange(1, 3, (1, 3), dim="batch")),
+    (HUGE, "all", (), SizeRange(1, 1, (1,), dim="batch")),
+    (HUGE, [2], (), SizeRange(1, 2, (2,), dim="batch")),
+])  # fmt: skip
+def test_range_of_batches(problem: Problem, batch: Any, recorded: tuple[int, ...], expected: SizeRange) -> None:
+    assert parse_sizes(batch, CPU, recorded, problem, "batch") == expected
+
+
+def test_errors_name_the_batch() -> None:
+    with pytest.raises(TypeError, match="batch must be"):
+        parse_sizes(64, CPU, (), BATCHED, "batch")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="hints for batches"):
+        parse_sizes([0], CPU, (), BATCHED, "batch")
 
 
 @pytest.mark.parametrize("m", ["most", "", range(0, 5), range(-3, 5), range(5, 5), range(1, 9, 2), range(9, 1, -1)])

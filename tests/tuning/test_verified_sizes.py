@@ -9,7 +9,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.candidate import Candidate
-from gemmtune.tuning.verified_sizes import MAX_ROWS, MAX_SIZES, PATHS, RUN, WIDE, sizes_to_verify
+from gemmtune.tuning.verified_sizes import (
+    BATCH_RUN,
+    MAX_BATCHES,
+    MAX_ROWS,
+    MAX_SIZES,
+    PATHS,
+    RUN,
+    WIDE,
+    batches_to_verify,
+    sizes_to_verify,
+)
 
 Spans = list[tuple[int, int]]
 
@@ -112,3 +122,17 @@ def test_sizes_are_in_a_random_order_of_the_seed() -> None:
 
 def test_kernel_wrong_from_one_m_on_fails_at_the_largest() -> None:
     assert all(max(sizes_to_verify([(1, 512)], candidate(16), random.Random(seed))) == 512 for seed in range(50))
+
+
+@given(ascending_spans(30), st.integers(0, 1000))
+def test_batches_are_different_ones_of_the_spans(spans: Spans, seed: int) -> None:
+    batches = batches_to_verify(spans, random.Random(seed))
+    assert all(any(first <= batch <= last for first, last in spans) for batch in batches)
+    assert len(batches) == len(set(batches)) <= MAX_BATCHES
+    assert {spans[0][0], spans[-1][1]} <= set(batches)
+
+
+@given(st.integers(1, 500), st.integers(BATCH_RUN, 500), st.integers(0, 1000))
+def test_batches_have_every_remainder_of_small_divisors(first: int, count: int, seed: int) -> None:
+    batches = batches_to_verify([(first, first + count - 1)], random.Random(seed))
+    assert {batch % 7 for batch in batches} == set(range(7))

@@ -9,17 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from ..core.plan_times import PACKED, RAW
 from ..core.problem import Problem
-from ..core.workloads import dtype_name, weight_label
+from ..core.workloads import dtype_name
 from ..report.plan_rows import (
     ATEN,
     cannot_serve,
     intervals_text,
     layout_name,
     noise_text,
+    plan_label,
     plan_line,
     regret_text,
     serving_kernels,
     short_names,
+    size_name,
     summarize_layouts,
     thinned,
     times_over_m,
@@ -38,20 +40,24 @@ if TYPE_CHECKING:
 
 
 def matching_plans(store: Store, target: Target | None, shape: tuple[int, int, int], dtype: str) -> list[TunedPlan]:
-    """Return the stored plans whose range has the M of a shape, for its N and K and a name of dtypes (``dtype_name``),
-    of one target or (None) of all."""
+    """Return the stored plans whose range has the M of a shape, and those over the batch of products with its M, for
+    its N and K and a name of dtypes (``dtype_name``), of one target or (None) of all."""
     m, n, k = shape
     matches = []
     for plan in store.plans(target):
         problem = Problem.from_dict(plan.problem)
-        if plan.first <= m <= plan.last and (problem.n, problem.k, dtype_name(problem)) == (n, k, dtype):
+        has_m = plan.first <= m <= plan.last if plan.dim == "m" else problem.m == m
+        if has_m and (problem.n, problem.k, dtype_name(problem)) == (n, k, dtype):
             matches.append(plan)
     return matches
 
 
 def plan_answer(plan: TunedPlan, m: int) -> list[str]:
-    """Return the line for the plan, and one for each layout with what serves M in it."""
+    """Return the line for the plan, and one for each layout with what serves M in it; for a plan over the batch, one
+    with what serves each batch."""
     lines = [f"plan {plan_line(plan)}"]
+    if plan.dim == "batch":
+        return [*lines, *(f"served by batch: {intervals_text(plan, packing, {})}" for packing in plan.intervals)]
     for packing in plan.intervals:
         kernel = plan.serving(m, packing)
         name = "nothing" if kernel is None else kernel.id
@@ -61,10 +67,16 @@ def plan_answer(plan: TunedPlan, m: int) -> list[str]:
 
 
 def plan_json(plan: TunedPlan, m: int, *, brief: bool = False) -> dict[str, Any]:
-    """Return a plan as a dict that can be written as JSON: the record, what serves M in each layout, the times over all
-    measured M, and the kernels that cannot serve. brief: only what serves M."""
-    serving = {layout_name(packing): plan.serving(m, packing) for packing in plan.intervals}
-    serves = {name: None if kernel is None else kernel.id for name, kernel in serving.items()}
+    """Return a plan as a dict that can be written as JSON: the record, what serves M in each layout (over the batch:
+    the intervals), the times over all measured M, and the kernels that cannot serve. brief: only what serves."""
+    if plan.dim == "batch":
+        serves: dict[str, Any] = {
+            layout_name(packing): [[span.first, span.last, span.kernel] for span in spans]
+            for packing, spans in plan.intervals.items()
+        }
+    else:
+        serving = {layout_name(packing): plan.serving(m, packing) for packing in plan.intervals}
+        serves = {name: None if kernel is None else kernel.id for name, kernel in serving.items()}
     if brief:
         return {"plan": plan.plan_key, "serves": serves}
     import msgspec
@@ -81,7 +93,7 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
     if brief:
         return
     out.print()
-    out.print(weight_label(Problem.from_dict(plan.problem)), style="bold", soft_wrap=True, end="  ")
+    out.print(plan_label(plan), style="bold", soft_wrap=True, end="  ")
     out.print(plan.plan_key, soft_wrap=True)
     created = time.strftime("%Y-%m-%d %H:%M", time.localtime(plan.created))
     out.print(f"made {created} in {plan.seconds:.1f} s, seed {plan.seed}, target {plan.target_key}")
@@ -91,14 +103,14 @@ def show_plan(plan: TunedPlan, m: int, out: Console, *, brief: bool = False) -> 
         )
     if plan.counts:
         counts = ", ".join(f"{size} ({count})" for size, count in sorted(plan.counts.items()))
-        out.print(f"M that a model ran at, with calls: {counts}", soft_wrap=True)
+        out.print(f"{size_name(plan)} that a model ran at, with calls: {counts}", soft_wrap=True)
     if text := noise_text(plan):
         out.print(f"noise of the times: {text}", soft_wrap=True)
     names = short_names(plan)
     for summary in summarize_layouts(plan):
         out.print()
         out.print(f"{layout_name(summary.packing)}: worst regret {regret_text(summary.regret)}", style="bold")
-        out.print(f"served by M: {intervals_text(plan, summary.packing, names)}", soft_wrap=True)
+        out.print(f"served by {size_name(plan)}: {intervals_text(plan, summary.packing, names)}", soft_wrap=True)
         out.print(_times_table(plan, summary.packing, names))
         if slower := _surcharges_text(plan, summary.packing):
             out.print(slower, soft_wrap=True)
@@ -128,14 +140,15 @@ def _kernel_text(kernel: PlanKernel, plan: TunedPlan) -> str:
     slower = f"; among other work it takes {surcharge:.2f}x these times" if surcharge > 1.0 else ""
     is_expected = plan.tuned and kernel.tuned_m not in plan.tuned
     source = "expected by its backend to be fast" if is_expected else "from the decision"
-    return f"{kernel.id}: {source} at M = {kernel.tuned_m}; {verified_text(kernel)}{slower}"
+    size = size_name(plan)
+    return f"{kernel.id}: {source} at {size} = {kernel.tuned_m}; {verified_text(kernel, size)}{slower}"
 
 
 def _surcharges_text(plan: TunedPlan, packing: str) -> str:
     """Return by how much the kernels of a layout are slower beside ATen's among other work than in the table, at the M
     of the decisions; empty where they are not."""
     by_m = plan.surcharges.get(PACKED if packing else RAW, {})
-    slower = [f"{factor:.2f}x at M = {m}" for m, factor in sorted(by_m.items()) if factor >= 1.005]
+    slower = [f"{factor:.2f}x at {size_name(plan)} = {m}" for m, factor in sorted(by_m.items()) if factor >= 1.005]
     return f"among other work kernels take longer than these times: {', '.join(slower)}" if slower else ""
 
 
@@ -146,13 +159,13 @@ def _times_table(plan: TunedPlan, packing: str, names: Mapping[str, str]) -> Tab
 
     kernels = [kernel.id for kernel in serving_kernels(plan, packing) if names[kernel.id] != ATEN]
     table = empty_table()
-    for name in ("M", ATEN, *(names[kernel] for kernel in kernels), "serves", "regret"):
+    for name in (size_name(plan), ATEN, *(names[kernel] for kernel in kernels), "serves", "regret"):
         table.add_column(name, justify="left" if name == "serves" else "right", no_wrap=True)
     rows = times_over_m(plan, packing)
     for row in thinned(rows):
         table.add_row(*_cells(row, kernels, names))
     if len(rows) > len(thinned(rows)):
-        table.caption, table.caption_justify = f"{len(thinned(rows))} of the {len(rows)} measured M", "left"
+        table.caption, table.caption_justify = f"{len(thinned(rows))} of the {len(rows)} measured sizes", "left"
     return table
 
 

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from rich.console import Console, Group
 
     from ..core.decision import Decision
+    from ..core.problem import Dim, Problem
     from ..core.tuned_plan import TunedPlan
 
 
@@ -47,6 +48,8 @@ class ProgressState:
         self.plans: list[TunedPlan] = []
         self.measuring = False
         self.weight = ""
+        self._started: Problem | None = None
+        self._dim: Dim = "m"
         self._measured = 0
         self._measured_until = 0.0
         self.cached = 0
@@ -64,7 +67,7 @@ class ProgressState:
     def __call__(self, event: Event) -> None:
         if isinstance(event, ProblemStarted):
             self.index, self.total, self.problem = event.index, event.total, label(event.problem)
-            self.weight, self.done = weight_label(event.problem), event.index
+            self._started, self.weight, self.done = event.problem, weight_label(event.problem), event.index
             self.trying, self.tried, self.left, self.best = "", 0, 0, None
             self._is_cached = event.cached
             self.cached += event.cached
@@ -77,7 +80,9 @@ class ProgressState:
             self._unstored[event.target_key] = event.count
             self.store_error = event.error or self.store_error
         elif isinstance(event, PlanProgress):
-            self.measuring, self._measured = True, event.measured
+            self.measuring, self._measured, self._dim = True, event.measured, event.dim
+            if self._started is not None:
+                self.weight = weight_label(self._started, event.dim)
             self._measured_until = time.monotonic() + event.remaining_s
         elif isinstance(event, PlanDone):
             self.measuring = False
@@ -131,12 +136,13 @@ class ProgressState:
     def measuring_line(self) -> str:
         """Return the line with the number of M at which a weight's kernels were timed so far and the time left."""
         left = max(0.0, self._measured_until - time.monotonic())
-        return f"{self._measured} values of M timed, at most {duration_text(left)} left for this weight"
+        sizes = "values of M" if self._dim == "m" else "batches"
+        return f"{self._measured} {sizes} timed, at most {duration_text(left)} left for this weight"
 
     def status_line(self) -> str:
         """Return the line with the number of the current problem and the remaining time."""
         if self.measuring:
-            return f"the kernels of {self.weight} at other M"
+            return f"the kernels of {self.weight} at other {'M' if self._dim == 'm' else 'batches'}"
         remaining = self.remaining_s
         time_left = "estimating the time left" if remaining is None else f"about {duration_text(remaining)} left"
         return f"problem {self.index + 1} of {self.total} - {time_left}"

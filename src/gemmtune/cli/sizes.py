@@ -1,4 +1,5 @@
-"""The options ``--m`` and ``--config-key``: the M that a weight is tuned for, and which of them share a kernel."""
+"""The options ``--m``, ``--batch`` and ``--config-key``: the M or the batches that a weight is tuned for, and which of
+them share a kernel."""
 
 from __future__ import annotations
 
@@ -21,6 +22,15 @@ MOption = Annotated[
     ),
 ]  # fmt: skip
 
+BatchOption = Annotated[
+    str | None,
+    typer.Option(
+        "--batch", metavar="RANGE",
+        help="Tune each batched product for many batches: 1:128, all, or hints such as 8,64 [default: the problems' "
+        "own batch].",
+    ),
+]  # fmt: skip
+
 ConfigKeyOption = Annotated[
     str | None,
     typer.Option(
@@ -30,13 +40,15 @@ ConfigKeyOption = Annotated[
     ),
 ]  # fmt: skip
 
-_ALLOWED = "--m is a range as 1:8192 (both ends included), all, or hints as 64,256,4096"
+_ALLOWED = "is a range as 1:8192 (both ends included), all, or hints as 64,256,4096"
 _LIMIT = 1 << 31
 _KEYS: Mapping[str, Literal["exact", "power_of_2"]] = {"exact": "exact", "power_of_2": "power_of_2"}
 
 
-def parse_m(text: str | None) -> Sizes | None:
-    """Return the ``m`` for ``gemmtune.tune`` that the option stands for; None without the option.
+def parse_sizes(text: str | None, name: str) -> Sizes | None:
+    """Return the ``m`` or ``batch`` for ``gemmtune.tune`` that an option stands for; None without the option.
+
+    name: of the option.
 
     Exit with wrong usage unless it is ``all``, ``FIRST:LAST``, or a list of integers separated by commas, all from 1 to
     2^31 - 1.
@@ -47,21 +59,21 @@ def parse_m(text: str | None) -> Sizes | None:
     parts = [first, last] if colon else text.split(",")
     # int() alone would accept other digits, signs, spaces and underscores.
     if not all(part.strip().isascii() and part.strip().isdecimal() for part in parts):
-        fail_usage(f"{_ALLOWED}; got {text!r}")
+        fail_usage(f"{name} {_ALLOWED}; got {text!r}")
     sizes = [int(part) for part in parts]
     if min(sizes) < 1 or max(sizes) >= _LIMIT:
-        fail_usage(f"every M of --m must be from 1 to 2^31 - 1; got {text!r}")
+        fail_usage(f"every size of {name} must be from 1 to 2^31 - 1; got {text!r}")
     if not colon:
         return sizes
     if sizes[0] > sizes[1]:
-        fail_usage(f"a range of --m begins with its least M: {sizes[1]}:{sizes[0]}; got {text!r}")
+        fail_usage(f"a range of {name} begins with its least: {sizes[1]}:{sizes[0]}; got {text!r}")
     return range(sizes[0], sizes[1] + 1)
 
 
 def parse_config_key(text: str | None, m: Sizes | None) -> Literal["exact", "power_of_2"] | None:
     """Return the ``config_key`` for ``gemmtune.tune`` that the option stands for; None without the option.
 
-    m: what ``parse_m`` returned. Exit with wrong usage for an unknown key, and without ``--m``.
+    m: what ``parse_sizes`` returned for ``--m``. Exit with wrong usage for an unknown key, and without ``--m``.
     """
     if text is None:
         return None

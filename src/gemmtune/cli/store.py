@@ -127,11 +127,19 @@ def _decisions_table(decisions: list[Decision]) -> Table:
 
 
 def _plans_table(plans: list[TunedPlan]) -> Table:
-    table = _table_of("M", "kernels", "layouts", "made", "plan")
+    from ..report.plan_rows import size_name
+
+    table = _table_of("sizes", "kernels", "layouts", "made", "plan")
     for plan in sorted(plans, key=lambda plan: plan.plan_key):
         layouts = ", ".join(packing or "unpacked" for packing in plan.intervals)
         created = _time_text(plan.created)
-        table.add_row(f"{plan.first}-{plan.last}", str(len(plan.kernels)), layouts or "none", created, plan.plan_key)
+        table.add_row(
+            f"{size_name(plan)} {plan.first}-{plan.last}",
+            str(len(plan.kernels)),
+            layouts or "none",
+            created,
+            plan.plan_key,
+        )
     return table
 
 

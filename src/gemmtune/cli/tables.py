@@ -57,18 +57,19 @@ def decisions_table(decisions: Iterable[Decision]) -> Table:
 
 
 def plans_table(plans: Iterable[TunedPlan]) -> Table:
-    """Return a table with a row per layout of each plan: the range of M, what serves, and the worst regret."""
+    """Return a table with a row per layout of each plan: the range of M or of the batch, what serves, and the worst
+    regret."""
     table = empty_table(_REGRET_NOTE)
-    for name in ("weight (MxNxK)", "M", "layout"):
+    for name in ("weight (MxNxK)", "sizes", "layout"):
         table.add_column(name, no_wrap=True)
     for name in ("kernels", "intervals", "worst regret"):
         table.add_column(name, justify="right", no_wrap=True)
     for plan in plans:
         for row in summarize_layouts(plan):
-            regret = regret_text(row.regret) + (f" at M = {row.regret_m}" if row.regret else "")
+            regret = regret_text(row.regret) + (f" at {row.size} = {row.regret_m}" if row.regret else "")
             table.add_row(
-                row.label, f"{row.first}-{row.last}", layout_name(row.packing), str(row.kernels), str(row.intervals),
-                regret,
+                row.label, f"{row.size} {row.first}-{row.last}", layout_name(row.packing), str(row.kernels),
+                str(row.intervals), regret,
             )  # fmt: skip
     return table
 

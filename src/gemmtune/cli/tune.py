@@ -31,7 +31,7 @@ from .common import (
     require_memory,
     selected_tuning_target,
 )
-from .sizes import ConfigKeyOption, MOption, parse_config_key, parse_m
+from .sizes import BatchOption, ConfigKeyOption, MOption, parse_config_key, parse_sizes
 
 if TYPE_CHECKING:
     from ..core.problem import Problem
@@ -59,6 +59,7 @@ def tune(
     ] = None,
     bias: Annotated[bool, typer.Option("--bias", help="With shapes: add a bias of N.")] = False,
     m: MOption = None,
+    batch: BatchOption = None,
     config_key: ConfigKeyOption = None,
     backends: BackendsOption = None,
     budget: BudgetOption = None,
@@ -76,10 +77,10 @@ def tune(
     or a list of these.
     Without --device a model's multiplies are tuned for the devices that they ran on. Ctrl-C ends the run; the decisions
     of finished problems stay in the store. With --m the store also has a plan for each weight: the kernel that serves
-    each M.
+    each M; with --batch one for each batched product: the kernel that serves each batch.
     """
     model, shapes = split_what(what or [])
-    parsed_latency, sizes = parse_latency(latency), parse_m(m)
+    parsed_latency, sizes, batches = parse_latency(latency), parse_sizes(m, "--m"), parse_sizes(batch, "--batch")
     key = parse_config_key(config_key, sizes)
     parse_backends(backends)  # so that a wrong name is reported before a model runs
     with quiet_stdout(as_json):
@@ -98,6 +99,7 @@ def tune(
         if (
             force
             or sizes is not None
+            or batches is not None
             or any(store.get(target, p.key) is None for target, problems, _ in runs for p, _ in problems)
         ):
             store.check_writable()  # before the search, because its decisions would be lost
@@ -105,7 +107,7 @@ def tune(
             board, interrupted = run(
                 problems, group.device, names, store,
                 budget=budget, force=force, hot=hot, hidden=as_json, latency=parsed_latency, board=board, m=sizes,
-                config_key=key,
+                batch=batches, config_key=key,
             )  # fmt: skip
             store_ceilings(store, target)
             store_layers(store, target, model, group.layers)
@@ -139,10 +141,11 @@ def run(
     latency: Latency = "graph",
     board: ProgressState | None = None,
     m: Sizes | None = None,
+    batch: Sizes | None = None,
     config_key: ConfigKey | None = None,
 ) -> tuple[ProgressState, bool]:
-    """Tune problems on one device with the progress display, and store the decisions; with ``m``, which is as for
-    ``gemmtune.tune``, plans for their weights too, with a ``config_key`` by its keys.
+    """Tune problems on one device with the progress display, and store the decisions; with ``m`` and ``batch``, which
+    are as for ``gemmtune.tune``, plans for their weights too, with a ``config_key`` by its keys.
 
     Return the board with the decisions (``board`` itself if given) and whether Ctrl-C ended the run.
     """
@@ -154,7 +157,7 @@ def run(
         try:
             tune_on_device(
                 problems, device, store, budget=budget, backends=names, progress=progress, force=force,
-                operands="hot" if hot else "cold", latency=latency, m=m, config_key=config_key,
+                operands="hot" if hot else "cold", latency=latency, m=m, batch=batch, config_key=config_key,
             )  # fmt: skip
         except KeyboardInterrupt:
             return board, True

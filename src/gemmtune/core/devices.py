@@ -33,14 +33,15 @@ class TuningProfile(NamedTuple):
     """Constants of tuning that differ between kinds of devices.
 
     default_s: seconds of tuning for a Problem where the user gives no budget; build time is not counted. race_s: the
-    most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's.
-    retimed: the most candidates that are timed a second time before the race. builds_overlap: whether candidates may
-    be built while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``.
-    last_m: the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. tuned_m_s: seconds
-    for each of them, in place of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other
-    M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M. load_s:
-    seconds of uninterrupted work after which the device's clock is that of serving; 0.0: its clock does not depend on
-    the work before.
+    most of them for the race; None: all that remain. max_raced: the most candidates in a race, besides ATen's. retimed:
+    the most candidates that are timed a second time before the race. builds_overlap: whether candidates may be built
+    while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``. last_m:
+    the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. last_batch, tuned_batches:
+    the same of a Plan for all batches. batch_bytes: operands of larger batches are larger than this, and such a Plan
+    does not cover them unless they are recorded. tuned_m_s: seconds for each tuned M or batch, in place of
+    ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other M. max_predicted: the most
+    kernels that no tuned M has tried and that are built to be timed at other M. load_s: seconds of uninterrupted work
+    after which the device's clock is that of serving; 0.0: its clock does not depend on the work before.
     """
 
     default_s: float = 6.0
@@ -51,6 +52,9 @@ class TuningProfile(NamedTuple):
     search: Mapping[str, Any] = MappingProxyType({})
     last_m: int = 512
     tuned_m: tuple[int, ...] = (1, 8, 48, 192)
+    last_batch: int = 128
+    tuned_batches: tuple[int, ...] = (1, 8, 64)
+    batch_bytes: int = 128 << 20
     tuned_m_s: float | None = 5.0
     sweep_s: float = 16.0
     max_predicted: int = 0
@@ -209,7 +213,8 @@ class CudaDevice(Device):
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},
-        last_m=8192, tuned_m=(1, 16, 128, 2048), tuned_m_s=2.2, sweep_s=4.5, max_predicted=24,
+        last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batch_bytes=2 << 30,
+        tuned_m_s=2.2, sweep_s=4.5, max_predicted=24,
         load_s=0.2,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"

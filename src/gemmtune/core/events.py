@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .decision import Decision, Verdict
-    from .problem import Problem
+    from .problem import Dim, Problem
     from .tuned_plan import TunedPlan
 
 
@@ -69,11 +69,12 @@ class DecisionsUnstored:
 @dataclass(frozen=True, slots=True)
 class PlanProgress:
     """The progress of timing a weight's kernels at other M. measured: number of M. remaining_s: seconds that it may
-    still take."""
+    still take. dim: "batch" where these are batches."""
 
     plan_key: str
     measured: int
     remaining_s: float
+    dim: Dim = "m"
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,8 @@ from . import plugins
 from .epilogue import GATES, Epilogue, Step, epilogue_key, gate_of, norm_of
 
 Order = Literal["row", "col", "strided"]
+Dim = Literal["m", "batch"]
+"""A dimension that may differ between calls with one weight: the rows of A, or the matrices of a batch."""
 
 
 class Family(NamedTuple):
@@ -120,11 +122,14 @@ class Operand:
 
 
 _M_OF_KEY = re.compile(r"^([a-z_]+\|(?:b\d+\.)?m)\d+(?=\.n\d)")
+_BATCH_OF_KEY = re.compile(r"^([a-z_]+\|b)\d+(?=\.m\d)")
 
 
-def plan_key_of(problem_key: str) -> str:
-    """Return the plan key of the Problem that ``problem_key`` names; a plan key is returned unchanged."""
-    return _M_OF_KEY.sub(r"\1*", problem_key, count=1)
+def plan_keys_of(problem_key: str) -> tuple[str, ...]:
+    """Return the plan keys of the Problem that ``problem_key`` names: over M, and over the batch if it has one. Those
+    of a plan key: itself."""
+    keys = [pattern.sub(r"\1*", problem_key, count=1) for pattern in (_M_OF_KEY, _BATCH_OF_KEY)]
+    return tuple(key for key in dict.fromkeys(keys) if key != problem_key) or (problem_key,)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +204,31 @@ class Problem:
     @property
     def plan_key(self) -> str:
         """The key with ``*`` in place of M: the key of a Plan, which serves every M."""
-        return f"{self._head()}m*{self._tail()}"
+        return self.plan_key_over("m")
+
+    def plan_key_over(self, dim: Dim) -> str:
+        """Return the key with ``*`` in place of a dimension: the key of a Plan, which serves every size of it.
+
+        Raises ValueError for the batch of a Problem without one.
+        """
+        if dim == "m":
+            return f"{self._head()}m*{self._tail()}"
+        if not self.is_batched:
+            raise ValueError(f"{self.family} has no batch, so that no plan can be one over the batch: {self.key}")
+        return f"{self.family}|b*.m{self.m}{self._tail()}"
+
+    @property
+    def dims(self) -> tuple[Dim, ...]:
+        """The dimensions that a Plan may serve every size of."""
+        return ("m", "batch") if self.is_batched else ("m",)
+
+    def size(self, dim: Dim) -> int:
+        """Return M, or the batch."""
+        return self.m if dim == "m" else self.batch
+
+    def with_size(self, dim: Dim, size: int) -> Problem:
+        """Return a copy of this Problem with another M, or another batch."""
+        return replace(self, m=size) if dim == "m" else replace(self, batch=size)
 
     def with_m(self, m: int) -> Problem:
         """Return a copy of this Problem with another M."""

@@ -1,6 +1,7 @@
 """The result of tuning one weight as a function of M, as strictly typed data that msgspec stores as JSON.
 
-A Decision holds for one M. A TunedPlan divides a range of M into intervals, each with the kernel that serves it.
+A Decision holds for one M. A TunedPlan divides a range of M into intervals, each with the kernel that serves it. A plan
+of batched products may be one over their batch instead (``dim``): what is called M here is then the batch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import msgspec
 
 from .decision import Verdict
+from .problem import Dim
 
 
 class PlanKernel(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -49,20 +51,21 @@ class PlanInterval(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The outcome of tuning one weight over a range of M on one Target.
 
-    plan_key: the key of the weight's Problems with M left free. problem: ``Problem.to_dict()`` of one of them. first,
-    last: the range of M. tuned: the M of the Decisions. intervals: by layout ("" = unpacked), ascending and without
-    gaps from ``first`` to ``last``. kernels: every kernel that was timed, ATen's among them. noise: by M, the half
-    width of the 95% interval of a kernel's time there, relative to the time. bound: the regret that the choice of
-    kernels allowed at any measured M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls
-    by M that were recorded, which weigh more; empty when none were. seconds: the time that tuning took, without that of
-    the Decisions. overhead_s: seconds that a call of a kernel costs the host beyond a call of plain PyTorch, which the
-    times do not contain. surcharges: by form of the weight ("raw" or "packed") and M of a Decision, the factor on
-    the times of gemmtune's kernels in the surroundings of the Decision's paired tests where they were slowest beside
-    ATen's (between other kernels, with operands in the cache or not). config_key: the name of the ``config_key`` whose
-    keys divided the range; "": the intervals were found by measurements. With a name, an interval is a run of M with
-    one key, ``bound`` does not hold, and ``tuned`` are the M that represent the keys, of those that were decided. scan:
-    seconds per call of ATen's plain op by M, timed at many M without other kernels beside it
-    (``tuning.plain_scan``); empty where no kernel takes about as long, and on CPUs.
+    dim: the dimension whose sizes are called M here: "m" or "batch" (``core.problem.Dim``). plan_key: the key of the
+    weight's Problems with it left free. problem: ``Problem.to_dict()`` of one of them. first, last: the range of M.
+    tuned: the M of the Decisions. intervals: by layout ("" = unpacked), ascending and without gaps from ``first`` to
+    ``last``. kernels: every kernel that was timed, ATen's among them. noise: by M, the half width of the 95% interval
+    of a kernel's time there, relative to the time. bound: the regret that the choice of kernels allowed at any measured
+    M (0.05: a kernel may take 5% more than the fastest timed there). counts: the calls by M that were recorded, which
+    weigh more; empty when none were. seconds: the time that tuning took, without that of the Decisions. overhead_s:
+    seconds that a call of a kernel costs the host beyond a call of plain PyTorch, which the times do not contain.
+    surcharges: by form of the weight ("raw" or "packed") and M of a Decision, the factor on the times of gemmtune's
+    kernels in the surroundings of the Decision's paired tests where they were slowest beside ATen's (between other
+    kernels, with operands in the cache or not). config_key: the name of the ``config_key`` whose keys divided the
+    range; "": the intervals were found by measurements. With a name, an interval is a run of M with one key, ``bound``
+    does not hold, and ``tuned`` are the M that represent the keys, of those that were decided. scan: seconds per call
+    of ATen's plain op by M, timed at many M without other kernels beside it (``tuning.plain_scan``); empty where no
+    kernel takes about as long, and on CPUs.
     """
 
     plan_key: str
@@ -84,6 +87,7 @@ class TunedPlan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     config_key: str = ""
     surcharges: dict[str, dict[int, float]] = {}
     scan: dict[int, float] = {}
+    dim: Dim = "m"
 
     def find(self, kernel_id: str) -> PlanKernel | None:
         """Return a kernel by its id; None when there is none."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from .epilogue import Step
-from .problem import Layout, Operand, Problem, Quant
+from .problem import Dim, Layout, Operand, Problem, Quant
 
 Problems = list[tuple[Problem, int]]
 
@@ -137,13 +137,14 @@ def label(problem: Problem) -> str:
     return _label(problem, str(problem.m))
 
 
-def weight_label(problem: Problem) -> str:
-    """Return a short description of a Problem's weight, with any M: ``Mx4096x11008 bf16 +bias``."""
-    return _label(problem, "M")
+def weight_label(problem: Problem, dim: Dim = "m") -> str:
+    """Return a short description of a Problem's weight, with any M: ``Mx4096x11008 bf16 +bias``. With the dim "batch",
+    of a batched product with any batch: ``Bx16x128x512 bf16``."""
+    return _label(problem, "M") if dim == "m" else _label(problem, str(problem.m), "B")
 
 
-def _label(problem: Problem, m: str) -> str:
-    batch = f"{problem.batch}x" if problem.is_batched else ""
+def _label(problem: Problem, m: str, count: str = "") -> str:
+    batch = f"{count or problem.batch}x" if problem.is_batched else ""
     implied = 2 if problem.family == "scaled_mm" else 0  # the two scales of every fp8 Problem are not listed
     steps = "".join(f" +{step.kind}" for step in problem.epilogue[implied:])
     return f"{batch}{m}x{problem.n}x{problem.k} {dtype_name(problem)}{steps}"

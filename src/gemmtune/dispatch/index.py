@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING
 
 from ..core.errors import StoreBusy
-from ..core.problem import Problem, plan_key_of
+from ..core.problem import Problem, plan_keys_of
 from ..core.verdict import FAULTS
 from .forms import Forms, choose_forms, rank_by_plan, rank_by_points
 from .plan import Plan, nearest
@@ -60,9 +60,12 @@ class DecisionIndex:
                     warn(f"a stored decision is malformed and is ignored ({error})")
                     continue
                 points.setdefault(tuned.problem.plan_key, []).append(tuned)
+                if tuned.problem.is_batched:  # a plan over the batch does not serve them either
+                    failures.setdefault(tuned.problem.plan_key_over("batch"), set()).update(tuned.faulty)
             for problem_key, failed in ({} if store is None else store.all_failures(target)).items():
                 faulty = {candidate_id for candidate_id, verdict in failed.items() if verdict.kind in FAULTS}
-                failures.setdefault(plan_key_of(problem_key), set()).update(faulty)
+                for plan_key in plan_keys_of(problem_key):
+                    failures.setdefault(plan_key, set()).update(faulty)
             plans = {} if store is None else {plan.plan_key: plan for plan in store.plans(target)}
         except StoreBusy:
             raise
@@ -81,14 +84,23 @@ class DecisionIndex:
     def raw_plan(self, problem: Problem) -> tuple[Plan | None, Problem]:
         """Return the Plan that serves a raw weight, and the Problem for which it was tuned.
 
-        A weight that is not constant and has no Plan is served by the kernels that were tuned for a constant one and
-        take it raw (beside dense activations, as constant Problems have them).
+        Batched products have the Plan over their batch where M was not measured, in the Plan over M. A weight that is
+        not constant and has no Plan is served by the kernels that were tuned for a constant one and take it raw (beside
+        dense activations, as constant Problems have them).
         """
-        plan = self.plan(problem.plan_key, None)
+        plan = self._raw_plan(problem)
         if plan is not None or problem.b.constant or problem.a.layout.key != "r":
             return plan, problem
         constant = replace(problem, b=replace(problem.b, constant=True))
-        return self.plan(constant.plan_key, None), constant
+        return self._raw_plan(constant), constant
+
+    def _raw_plan(self, problem: Problem) -> Plan | None:
+        plan = self.plan(problem.plan_key, None)
+        if problem.is_batched and (plan is None or not plan.covers(problem.m)):
+            over_batch = self.plan(problem.plan_key_over("batch"), None)
+            if over_batch is not None and over_batch.covers(problem.batch):
+                return over_batch
+        return plan
 
     def tuned_plan(self, plan_key: str) -> TunedPlan | None:
         """Return the plan for a range of M; None when the weight was tuned at single M only."""
@@ -157,10 +169,12 @@ class DecisionIndex:
         return list(self._points.get(plan_key, ()))
 
     def has_near(self, problem: Problem, factor: int) -> bool:
-        """Whether an M within ``factor`` of the Problem's was tuned, or a range of M with the Problem's."""
-        tuned = self._tuned.get(problem.plan_key)
-        if tuned is not None and tuned.first <= problem.m <= tuned.last:
-            return True
+        """Whether an M within ``factor`` of the Problem's was tuned, or a range of M, or of the batch, with the
+        Problem's."""
+        for dim in problem.dims:
+            tuned = self._tuned.get(problem.plan_key_over(dim))
+            if tuned is not None and tuned.first <= problem.size(dim) <= tuned.last:
+                return True
         sizes = tuple(sorted(p.m for p in self._points.get(problem.plan_key, ())))
         if not sizes:
             return False

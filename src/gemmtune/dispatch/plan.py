@@ -1,4 +1,7 @@
-"""A Plan: the candidate that serves each M, for Problems that differ in M only.
+"""A Plan: the candidate that serves each M, for Problems that differ in M only, or in the batch only.
+
+In a Plan over the batch what is called M here is the batch. It has no decisions at single sizes: those serve in the
+Plans over M.
 
 Three rules, in this order:
 
@@ -16,6 +19,7 @@ from bisect import bisect_left, bisect_right
 from typing import NamedTuple
 
 from ..core.candidate import Candidate
+from ..core.problem import Dim
 
 # A kernel serves at an M that was not measured if its time is below plain PyTorch's by this share: what is measured at
 # two M repeats to one or two percent, and times that should not rise with fewer rows do so by as much.
@@ -57,13 +61,14 @@ class Plan(NamedTuple):
     """What serves each M. All candidates take the weight in one layout: ``packing`` (None: the raw weight).
 
     entries: the decisions at single M, ascending. intervals: those of a TunedPlan, ascending and disjoint; M between
-    them are served as if there were none.
+    them are served as if there were none. dim: the dimension whose sizes are called M.
     """
 
     plan_key: str
     packing: str | None
     entries: tuple[PlanEntry, ...]
     intervals: tuple[Interval, ...] = ()
+    dim: Dim = "m"
 
     def pick(self, m: int) -> PlanEntry:
         """Return the entry that serves M by the rules of this module. For the plain op, its candidate is None."""

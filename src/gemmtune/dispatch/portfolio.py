@@ -282,8 +282,9 @@ def build_plan(
         intervals = _with_entries(_intervals(tuned, packing, faulty), [e for e in entries if e.m not in tuned.tuned])
     if not entries and not intervals:
         return None
-    plan_key = points[0].problem.plan_key if tuned is None else tuned.plan_key
-    return Plan(plan_key, packing, tuple(entries), intervals)
+    if tuned is None:
+        return Plan(points[0].problem.plan_key, packing, tuple(entries))
+    return Plan(tuned.plan_key, packing, tuple(entries), intervals, tuned.dim)
 
 
 def _intervals(tuned: TunedPlan, packing: str | None, faulty: Collection[str]) -> tuple[Interval, ...]:

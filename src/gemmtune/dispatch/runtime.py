@@ -230,13 +230,13 @@ class Runtime:
             return index is not None and not index.has_near(problem, MISS_FACTOR)
 
     def _planned(self, plan: Plan | None, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
-        """Return the Plan's kernel for the Problem's M. For a packed weight, which only kernels of its layout can
-        serve: the next best where one cannot be loaded."""
+        """Return the Plan's kernel for the Problem's M, or batch. For a packed weight, which only kernels of its layout
+        can serve: the next best where one cannot be loaded."""
         if plan is None:
             return None
-        for entry in plan.ranked(problem.m):
+        for entry in plan.ranked(problem.size(plan.dim)):
             if entry.candidate is not None:
-                tuned = problem.with_m(entry.m)
+                tuned = problem.with_size(plan.dim, entry.m)
                 kernel = self._loader.load(entry.candidate, tuned, device, packing, from_store=True)
                 if kernel is not None:
                     kernel.overlap = entry.overlap
@@ -244,20 +244,20 @@ class Runtime:
         return None
 
     def preload(self, problem: Problem, packing: str | None, device: torch.device) -> int:
-        """Load every kernel that a Plan may serve, so that CUDA graphs that are captured at any M find it. Return their
-        number."""
+        """Load every kernel that the Problem's Plans may serve, so that CUDA graphs that are captured at any M, or
+        batch, find it. Return their number."""
         with self._lock:
             index = self._index_now(device)
-            plan = None if index is None else index.plan(problem.plan_key, packing)
-            if plan is None:
-                return 0
-            entries = [interval.entry for interval in plan.intervals] + list(plan.entries)
-            wanted = {(e.candidate, e.m) for e in entries if e.candidate is not None}
-            loaded = (
-                self._loader.load(candidate, problem.with_m(m), device, packing, from_store=True)
-                for candidate, m in wanted
-            )
-            return sum(kernel is not None for kernel in loaded)
+            plans = [] if index is None else [index.plan(problem.plan_key_over(dim), packing) for dim in problem.dims]
+            count = 0
+            for plan in filter(None, plans):
+                entries = [interval.entry for interval in plan.intervals] + list(plan.entries)
+                wanted = {(e.candidate, e.m) for e in entries if e.candidate is not None}
+                for candidate, size in wanted:
+                    tuned = problem.with_size(plan.dim, size)
+                    kernel = self._loader.load(candidate, tuned, device, packing, from_store=True)
+                    count += kernel is not None
+            return count
 
     def _raw_kernel(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
         """Return the kernel for a raw weight, if its Plan has one and it was not faulty for the Problem."""

@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
-from ..core.workloads import weight_label
 from .charts import Band, Curves, Point, machine_ceilings
 from .plan_rows import (
     ATEN,
@@ -14,9 +13,11 @@ from .plan_rows import (
     layout_name,
     measured_sizes,
     plain_kernel,
+    plan_label,
     regret_text,
     serving_kernels,
     short_names,
+    size_name,
     summarize_layouts,
 )
 from .rows import time_text
@@ -40,27 +41,33 @@ def _layout_curves(plan: TunedPlan, packing: str, floor: tuple[tuple[float, floa
     names, plain = short_names(plan), plain_kernel(plan)
     kernels = {names[kernel.id]: kernel for kernel in serving_kernels(plan, packing)}
     drawn = ({} if plain is None else {ATEN: plain}) | kernels
-    series = {name: _points(kernel, plan.scan if kernel is plain else {}) for name, kernel in drawn.items()}
+    series = {
+        name: _points(kernel, plan.scan if kernel is plain else {}, size_name(plan)) for name, kernel in drawn.items()
+    }
     bands = tuple(
         Band(span.first, span.last + 1, names[span.kernel]) for span in plan.intervals[packing] if span.kernel in names
     )
     (summary,) = [row for row in summarize_layouts(plan) if row.packing == packing]
-    worst = f"Worst regret {regret_text(summary.regret)}" + (f" at M = {summary.regret_m}" if summary.regret else "")
+    worst = f"Worst regret {regret_text(summary.regret)}" + (
+        f" at {summary.size} = {summary.regret_m}" if summary.regret else ""
+    )
     count = len(plan.intervals[packing])
     served = intervals_text(plan, packing, names) if count <= _LISTED else f"{count} intervals, in the table of kernels"
     note = (
         f"Median time of a call of the kernels that serve, and of ATen on the unpacked weight, which may be timed at "
-        f"more M. The background has the colour of the kernel that serves M: {served}. {worst}. The floor is the least "
-        f"traffic at the memory ceiling or the operations at the arithmetic ceiling, whichever takes longer. {source}"
+        f"more of them. The background has the colour of the kernel that serves: {served}. {worst}. The floor is the "
+        f"least traffic at the memory ceiling or the operations at the arithmetic ceiling, whichever takes longer. "
+        f"{source}"
     )
-    title = f"{weight_label(Problem.from_dict(plan.problem))}, {layout_name(packing)}: time over M"
-    return Curves(title, note, "M", "us per call", series, {_FLOOR: floor}, bands)
+    title = f"{plan_label(plan)}, {layout_name(packing)}: time over {summary.size}"
+    return Curves(title, note, summary.size, "us per call", series, {_FLOOR: floor}, bands)
 
 
-def _points(kernel: PlanKernel, scan: Mapping[int, float]) -> tuple[Point, ...]:
-    """Return the points of a kernel at the M at which it was timed. scan: its seconds at other M."""
+def _points(kernel: PlanKernel, scan: Mapping[int, float], size: str) -> tuple[Point, ...]:
+    """Return the points of a kernel at the M at which it was timed. scan: its seconds at other M. size: what the sizes
+    are."""
     return tuple(
-        Point(m, seconds * 1e6, f"M = {m}: {time_text(seconds)}, {kernel.id}")
+        Point(m, seconds * 1e6, f"{size} = {m}: {time_text(seconds)}, {kernel.id}")
         for m, seconds in sorted({**scan, **kernel.times}.items())
     )
 
@@ -69,7 +76,7 @@ def _floor(plan: TunedPlan, ceilings: Mapping[str, float]) -> tuple[tuple[tuple[
     """Return the least microseconds that the machine needs at each measured M, and a note with the ceilings'
     sources."""
     problem = Problem.from_dict(plan.problem)
-    problems = {m: problem.with_m(m) for m in measured_sizes(plan)}
+    problems = {m: problem.with_size(plan.dim, m) for m in measured_sizes(plan)}
     reached = [
         (problems[m].flops / problems[m].min_bytes, problems[m].flops / seconds / 1e9)
         for kernel in plan.kernels

@@ -23,12 +23,14 @@ ATEN = "ATen"  # the name of what plain PyTorch runs, in tables and plots
 class LayoutSummary:
     """The summary of one layout of a TunedPlan.
 
-    label: of the weight, ``Mx4096x4096 bf16``. packing: the layout; "" for the unpacked weight. kernels: number of
+    label: of the weight, ``Mx4096x4096 bf16``. size: "M", or "batch" for a plan over the batch, in whose place M stands
+    in this module. packing: the layout; "" for the unpacked weight. kernels: number of
     kernels that serve in it. regret: the worst regret at a measured M, as a share; None if there is none. regret_m: the
     M at which it is. measured: number of M that were measured.
     """
 
     label: str
+    size: str
     packing: str
     first: int
     last: int
@@ -65,7 +67,8 @@ def _summarize(plan: TunedPlan, packing: str) -> LayoutSummary:
     regrets = [(regret, m) for m in sizes if (regret := plan.regret(m, packing)) is not None]
     regret, regret_m = max(regrets, key=lambda pair: pair[0], default=(None, 0))
     return LayoutSummary(
-        label=weight_label(Problem.from_dict(plan.problem)),
+        label=plan_label(plan),
+        size=size_name(plan),
         packing=packing,
         first=plan.first,
         last=plan.last,
@@ -77,6 +80,16 @@ def _summarize(plan: TunedPlan, packing: str) -> LayoutSummary:
     )
 
 
+def plan_label(plan: TunedPlan) -> str:
+    """Return a short description of a plan's weight: ``Mx4096x4096 bf16``."""
+    return weight_label(Problem.from_dict(plan.problem), plan.dim)
+
+
+def size_name(plan: TunedPlan) -> str:
+    """Return what the sizes of a plan are: ``M`` or ``batch``."""
+    return "M" if plan.dim == "m" else plan.dim
+
+
 def plan_line(plan: TunedPlan) -> str:
     """Return a plan as one line: ``Mx64x96 fp32: M 1-512, 3 kernels in 5 intervals, worst regret 3.1% at M = 96``; of a
     ``config_key`` ``M 1-512 by power_of_2``."""
@@ -84,13 +97,16 @@ def plan_line(plan: TunedPlan) -> str:
     kernels = len({interval.kernel for spans in plan.intervals.values() for interval in spans})
     intervals = sum(row.intervals for row in rows)
     keys = f" by {plan.config_key}" if plan.config_key else ""
-    text = f"M {plan.first}-{plan.last}{keys}, {_count(kernels, 'kernel')} in {_count(intervals, 'interval')}"
+    size = size_name(plan)
+    text = f"{size} {plan.first}-{plan.last}{keys}, {_count(kernels, 'kernel')} in {_count(intervals, 'interval')}"
     if len(rows) > 1:
         text += f" of {len(rows)} layouts"
     worst = max((row for row in rows if row.regret is not None), key=lambda row: row.regret or 0.0, default=None)
     if worst is not None:
-        text += f", worst regret {regret_text(worst.regret)}" + (f" at M = {worst.regret_m}" if worst.regret else "")
-    return f"{weight_label(Problem.from_dict(plan.problem))}: {text}"
+        text += f", worst regret {regret_text(worst.regret)}" + (
+            f" at {size} = {worst.regret_m}" if worst.regret else ""
+        )
+    return f"{plan_label(plan)}: {text}"
 
 
 def plan_document(plan: TunedPlan) -> dict[str, Any]:
@@ -106,7 +122,8 @@ def plan_document(plan: TunedPlan) -> dict[str, Any]:
     ]
     return {
         "plan": plan.plan_key,
-        "label": weight_label(Problem.from_dict(plan.problem)),
+        "label": plan_label(plan),
+        "dim": plan.dim,
         "first": plan.first,
         "last": plan.last,
         "config_key": plan.config_key or None,
@@ -200,13 +217,14 @@ def cannot_serve(plan: TunedPlan) -> dict[str, str]:
     return reasons
 
 
-def verified_text(kernel: PlanKernel) -> str:
-    """Return at which M a kernel's results were compared with the oracle: ``right at 12 M from 1 to 512``."""
+def verified_text(kernel: PlanKernel, size: str = "M") -> str:
+    """Return at which M a kernel's results were compared with the oracle: ``right at 12 M from 1 to 512``. size: what
+    the sizes are."""
     if not kernel.verified or kernel.verdict is None:
-        return "not verified at M besides that of its decision"
+        return f"not verified at {size} besides that of its decision"
     detail = f" (worst error {kernel.verdict.worst:.2f} of the bound)" if kernel.verdict.kind == "within_bound" else ""
     result = "right" if kernel.verdict.ok else kernel.verdict.kind.replace("_", " ")
-    return f"{result} at {_sizes_text(kernel.verified)}{detail}"
+    return f"{result} at {_sizes_text(kernel.verified, size)}{detail}"
 
 
 def noise_text(plan: TunedPlan) -> str:
@@ -216,7 +234,8 @@ def noise_text(plan: TunedPlan) -> str:
     if not values:
         return ""
     low, middle, high = values[0], values[len(values) // 2], values[-1]
-    return f"+-{middle:.1%} in the median over {len(values)} M ({low:.1%} to {high:.1%}), with 95%"
+    count = f"{len(values)} {_plural(size_name(plan))}"
+    return f"+-{middle:.1%} in the median over {count} ({low:.1%} to {high:.1%}), with 95%"
 
 
 def regret_text(regret: float | None) -> str:
@@ -224,8 +243,14 @@ def regret_text(regret: float | None) -> str:
     return "-" if regret is None else f"{regret:.1%}"
 
 
-def _sizes_text(sizes: Collection[int]) -> str:
-    return f"M = {next(iter(sizes))}" if len(sizes) == 1 else f"{len(sizes)} M from {min(sizes)} to {max(sizes)}"
+def _sizes_text(sizes: Collection[int], size: str) -> str:
+    if len(sizes) == 1:
+        return f"{size} = {next(iter(sizes))}"
+    return f"{len(sizes)} {_plural(size)} from {min(sizes)} to {max(sizes)}"
+
+
+def _plural(size: str) -> str:
+    return size if size == "M" else f"{size}es"
 
 
 def _count(number: int, noun: str) -> str:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ..core.problem import Problem
-from ..core.workloads import dtype_name, weight_label
+from ..core.workloads import dtype_name
 from .cells import code_element, number_cell, rows_table, time_cell
 from .charts import Chart
 from .escaped import escape
@@ -16,11 +16,13 @@ from .plan_rows import (
     cannot_serve,
     layout_name,
     noise_text,
+    plan_label,
     plan_line,
     range_text,
     regret_text,
     serving_kernels,
     short_names,
+    size_name,
     thinned,
     times_over_m,
     verified_text,
@@ -58,7 +60,7 @@ def sorted_plans(plans: Sequence[TunedPlan]) -> list[TunedPlan]:
 def _weight(plan: TunedPlan, ceilings: Mapping[str, float], draw: Draw, prefix: str) -> str:
     noise = noise_text(plan)
     parts = [
-        f"<h3>{escape(weight_label(Problem.from_dict(plan.problem)))}</h3>",
+        f"<h3>{escape(plan_label(plan))}</h3>",
         f"<p>{escape(plan_line(plan))}.{escape(f' Noise of the times: {noise}.' if noise else '')}</p>",
     ]
     for index, chart in enumerate(plan_curves(plan, ceilings)):
@@ -68,7 +70,7 @@ def _weight(plan: TunedPlan, ceilings: Mapping[str, float], draw: Draw, prefix: 
 
 
 def _kernels_table(plan: TunedPlan) -> str:
-    names = short_names(plan)
+    names, size = short_names(plan), size_name(plan)
     rows = []
     for packing, spans in plan.intervals.items():
         for kernel in serving_kernels(plan, packing):
@@ -76,9 +78,9 @@ def _kernels_table(plan: TunedPlan) -> str:
             rows.append(
                 f"<tr><td>{escape(names[kernel.id])}</td><td>{escape(layout_name(packing))}</td><td>{escape(own)}</td>"
                 f"<td>{code_element(kernel.id)}</td>{number_cell(kernel.tuned_m)}"
-                f"<td>{escape(verified_text(kernel))}</td></tr>"
+                f"<td>{escape(verified_text(kernel, size))}</td></tr>"
             )
-    return rows_table(("name", "layout", "serves M", "kernel", "tuned at M", "verified"), "".join(rows))
+    return rows_table(("name", "layout", f"serves {size}", "kernel", f"tuned at {size}", "verified"), "".join(rows))
 
 
 def _times_tables(plan: TunedPlan) -> list[str]:
@@ -91,9 +93,9 @@ def _times_tables(plan: TunedPlan) -> list[str]:
             times = "".join(time_cell(value) for value in (row.aten_s, *map(row.seconds.get, kernels)))
             regret = number_cell(-1.0 if row.regret is None else row.regret, regret_text(row.regret))
             body += f"<tr>{number_cell(row.m)}{times}<td>{escape(names.get(row.serves, '-'))}</td>{regret}</tr>"
-        heads = ("M", ATEN, *(names[kernel] for kernel in kernels), "serves", "regret")
+        heads = (size_name(plan), ATEN, *(names[kernel] for kernel in kernels), "serves", "regret")
         table = rows_table(heads, body)
-        summary = f"<summary>times over M, {escape(layout_name(packing))}</summary>"
+        summary = f"<summary>times over {size_name(plan)}, {escape(layout_name(packing))}</summary>"
         tables.append(f"<details>{summary}<div>{table}</div></details>")
     return tables
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from ..core.errors import StoreError
 from ..core.printable import visible
-from ..core.problem import plan_key_of
+from ..core.problem import plan_keys_of
 from ..core.target import Target
 from .exchange import write_export
 from .legality import review
@@ -148,7 +148,7 @@ class Store(ABC):
         This default implementation only covers the problems that have a decision, and their plan keys.
         """
         keys = {decision.problem_key for decision in self.decisions(target)}
-        keys |= {plan_key_of(key) for key in keys}
+        keys |= {plan_key for key in keys for plan_key in plan_keys_of(key)}
         return {key: failures for key in sorted(keys) if (failures := self.failures(target, key))}
 
     @abstractmethod

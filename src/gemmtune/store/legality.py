@@ -36,7 +36,7 @@ class Review:
 def review(target: Target, record: Decision | TunedPlan) -> Review:
     """Check all candidates that an undamaged record may serve, against the backends of this installation.
 
-    A plan's kernels are checked for the Problem with the M that they were tuned at.
+    A plan's kernels are checked for the Problem with the M (or batch) that they were tuned at.
     """
     findings = Review()
     served: Iterator[tuple[Problem, Evidence | PlanKernel]]
@@ -67,7 +67,7 @@ def _served_by_plan(plan: TunedPlan) -> Iterator[tuple[Problem, PlanKernel]]:
     served = {interval.kernel for intervals in plan.intervals.values() for interval in intervals}
     for kernel in plan.kernels:
         if kernel.id in served:
-            yield problem.with_m(kernel.tuned_m), kernel
+            yield problem.with_size(plan.dim, kernel.tuned_m), kernel
 
 
 def legal_only(pairs: Iterable[tuple[Target, Record]], report: Callable[[str], None]) -> list[tuple[Target, Record]]:

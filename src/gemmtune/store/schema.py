@@ -287,8 +287,13 @@ def check_plan(plan: TunedPlan) -> None:
 
 def _check_plan_problem(plan: TunedPlan) -> None:
     problem = decode_problem(plan.problem)
-    if problem.plan_key != plan.plan_key:
-        raise ValueError(f"plan_key is {plan.plan_key!r}, but the problem's own plan key is {problem.plan_key!r}")
+    own_key = problem.plan_key_over(plan.dim)
+    if own_key != plan.plan_key:
+        raise ValueError(f"plan_key is {plan.plan_key!r}, but the problem's own plan key is {own_key!r}")
+    if plan.dim == "batch" and set(plan.intervals) - {""}:
+        raise ValueError(
+            f"a plan over the batch serves unpacked weights only; it has intervals of {list(plan.intervals)}"
+        )
 
 
 def _check_surcharges(plan: TunedPlan) -> None:

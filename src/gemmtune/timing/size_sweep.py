@@ -16,7 +16,7 @@ import msgspec
 
 from ..backends.base import Kernel
 from ..core.decision import Verdict
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..verify.row_stack import rows_are_views
 from .clock import Clock
 from .devices import DeviceTiming
@@ -58,7 +58,8 @@ def band_of(m: int, last: int) -> int:
 class SizeSweep:
     """The operands of several kernels, for timing them at many M.
 
-    kernels, numbers: by id; see ``RaceOperands``. last: the largest M.
+    kernels, numbers: by id; see ``RaceOperands``. last: the largest M. dim: "batch" where what is called M here is the
+    batch of the Problem.
     """
 
     def __init__(
@@ -70,12 +71,15 @@ class SizeSweep:
         marker_fd: int | None,
         *,
         last: int,
+        dim: Dim = "m",
         hot: bool = False,
         numbers: Mapping[str, int] | None = None,
     ) -> None:
         self.kernels, self.last, self._numbers = dict(kernels), last, numbers
         self._problem, self._timing, self._seed, self._marker_fd, self._hot = problem, timing, seed, marker_fd, hot
+        self._dim: Dim = dim
         self._operands: tuple[int, RaceOperands] | None = None
+        self._shares_rows = dim == "m" and rows_are_views(problem)
 
     def time(self, sizes: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> SizesTimed:
         """Time the kernels ``sizes[m]`` at each M for about ``budget_s`` seconds in total, at least two rounds each.
@@ -87,7 +91,8 @@ class SizeSweep:
             operands = self._operands_for(m)
             result.excluded |= operands.excluded
             wanted = [name for name in sizes[m] if name not in result.faults]
-            entrants = [entrant for entrant in operands.entrants_at(m) if entrant.id in wanted]
+            rows = m if self._dim == "m" else self._problem.m
+            entrants = [entrant for entrant in operands.entrants_at(rows) if entrant.id in wanted]
             share_s = max(remaining_s, 0.0) / (len(sizes) - done)
             times, noise, faults = time_entrants(entrants, operands.new_clock(), share_s, self._seed + m, load_s)
             result.times[m], result.noise[m] = times, noise
@@ -96,10 +101,10 @@ class SizeSweep:
 
     def _operands_for(self, m: int) -> RaceOperands:
         """Return operands that serve ``m``; those of another band are freed first."""
-        size = band_of(m, self.last) if rows_are_views(self._problem) else m
+        size = band_of(m, self.last) if self._shares_rows else m
         if self._operands is None or self._operands[0] != size:
             self._operands = None
-            problem = self._problem.with_m(size)
+            problem = self._problem.with_size(self._dim, size)
             operands = RaceOperands(
                 self.kernels, problem, self._timing, self._seed, self._marker_fd, hot=self._hot, numbers=self._numbers
             )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import threading
 import time
@@ -22,6 +23,7 @@ from ..dispatch import runtime
 if TYPE_CHECKING:
     from ..core.decision import Decision
     from ..core.events import Progress
+    from ..core.problem import Dim
     from ..core.target import Target
     from ..store.base import Store
     from .config_keys import ConfigKey
@@ -48,6 +50,7 @@ def tune(
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
     m: Sizes | None = None,
+    batch: Sizes | None = None,
     config_key: ConfigKey | None = None,
 ) -> list[Decision]:
     """Find the fastest correct kernel for each Problem, store the decisions and return them.
@@ -69,6 +72,11 @@ def tune(
     hints as ``[64, 256, 4096]``, which are the M that are tuned by themselves where all M are served. A few M are
     tuned, and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M,
     besides the decisions. None: each Problem is tuned for its own M only.
+
+    batch: the batches that each batched product (bmm, baddbmm) is to be served at, for its own M, as ``m`` has M:
+    ``"all"`` is 1 to 1024 on a GPU and 1 to 128 on a CPU, fewer where the operands take more than 2 GB (CPU: 128 MB).
+    The plans take B unpacked. Other Problems are tuned as ``m`` says. None: batched products are, too, each batch by
+    itself.
 
     config_key: coarsens ``m``: all M of the range that have one key share one kernel, the one that a tuning of the M
     that represents the key found (the key itself where a run of its M has it). ``"power_of_2"``: the key is the next
@@ -93,7 +101,7 @@ def tune(
         for target_device, problems in by_device:
             decisions += tune_on_device(
                 problems, target_device, decision_store, budget=budget, backends=backends, progress=progress,
-                force=force, operands=operands, latency=latency, search=search, m=m,
+                force=force, operands=operands, latency=latency, search=search, m=m, batch=batch,
                 config_key=config_key,
             )  # fmt: skip
     finally:
@@ -116,6 +124,7 @@ def tune_on_device(
     latency: Literal["graph", "eager"] = "graph",
     search: str = "local",
     m: Sizes | None = None,
+    batch: Sizes | None = None,
     config_key: ConfigKey | None = None,
     more: Callable[[], Sequence[tuple[Problem, int]]] | None = None,
     expected: Sequence[Problem] = (),
@@ -137,28 +146,39 @@ def tune_on_device(
     limit = budget if isinstance(budget, Budget) else Budget(seconds=None if budget is None else float(budget))
     names = _backend_names(backends, torch.device(device).type)
     profile = devices.get(torch.device(device).type).profile
-    each = limit if m is None else replace(limit, default_s=profile.tuned_m_s)
-    tuner = Tuner(
-        tuning_target(device), names, store, each, progress or silent,
-        force=force, hot=operands == "hot", latency=latency, search=search,
-    )  # fmt: skip
-    if m is None:
-        decisions: list[Decision] = []
-        with closing(tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
-            remaining: Sequence[tuple[Problem, int]] = list(problems)
-            pool.expected = list(expected)
-            while remaining:
-                decisions += tuner.tune(remaining, pool)
-                remaining = more() if more is not None else ()
-        return decisions
-    # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
-    seconds = None if limit.seconds is None else 3.0 * limit.seconds
-    plan_tuner = PlanTuner(
-        tuner, tuning_target(device), store,
-        seconds=seconds, force=force, hot=operands == "hot", progress=progress or silent,
-        config_key=config_key,
-    )  # fmt: skip
-    return plan_tuner.tune(problems, m, pool)[0]
+
+    @functools.cache
+    def tuner(of_range: bool) -> Tuner:
+        each = replace(limit, default_s=profile.tuned_m_s) if of_range else limit
+        return Tuner(
+            tuning_target(device), names, store, each, progress or silent,
+            force=force, hot=operands == "hot", latency=latency, search=search,
+        )  # fmt: skip
+
+    decisions: list[Decision] = []
+    counted = list(problems)
+    batched = [pair for pair in counted if batch is not None and pair[0].is_batched]
+    others = [pair for pair in counted if pair not in batched]
+    with closing(tuner((m if others else batch) is not None).new_pool()) if pool is None else nullcontext(pool) as pool:
+        pool.expected = list(expected)
+        ranges: tuple[tuple[Dim, Sizes | None, list[tuple[Problem, int]]], ...]
+        ranges = (("m", m, others), ("batch", batch, batched))
+        for dim, sizes, members in ranges:
+            if sizes is None:
+                remaining: Sequence[tuple[Problem, int]] = members
+                while remaining:
+                    decisions += tuner(False).tune(remaining, pool)
+                    remaining = more() if more is not None else ()
+            elif members:
+                plan_tuner = PlanTuner(
+                    tuner(True), tuning_target(device), store,
+                    # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
+                    seconds=None if limit.seconds is None else 3.0 * limit.seconds,
+                    force=force, hot=operands == "hot", progress=progress or silent,
+                    config_key=config_key if dim == "m" else None, dim=dim,
+                )  # fmt: skip
+                decisions += plan_tuner.tune(members, sizes, pool)[0]
+    return decisions
 
 
 def start_workers(device: str | torch.device, store: Store) -> WorkerPool:

@@ -32,7 +32,7 @@ class KeyedSession(WeightSession):
         """
         self._started = time.perf_counter()
         self._end = self._started + seconds
-        self._add(served_pool(self._decisions, self._faulty))
+        self._add(served_pool(self._decisions, self._faulty, self._sizes.dim))
         kernels = KeyKernels(self._sizes.runs, self._measurements)
         self._worker.open(self._problem, self._seed)
         self._time_runs(kernels)

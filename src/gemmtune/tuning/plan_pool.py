@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from ..core.candidate import Candidate
 from ..core.decision import Decision, Evidence
 from ..core.plan_times import PACKED, RAW
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..dispatch.portfolio import is_fallback_template, tuned_point
 from ..verify.row_counts import tile_rows
 
@@ -41,46 +41,52 @@ class PoolKernel:
     predicted_for: set[int] = field(default_factory=set)
 
     @classmethod
-    def of(cls, candidate: Candidate, tuned_m: int, packing: str | None, is_plain: bool = False) -> PoolKernel:
-        """Return the kernel of a candidate, with the rows of its tile."""
-        return cls(candidate, tuned_m, packing, is_plain=is_plain, tile_rows=tile_rows(candidate))
+    def of(
+        cls, candidate: Candidate, tuned_m: int, packing: str | None, is_plain: bool = False, dim: Dim = "m"
+    ) -> PoolKernel:
+        """Return the kernel of a candidate, with the rows of its tile; over the batch there are none to count."""
+        rows = tile_rows(candidate) if dim == "m" else 1
+        return cls(candidate, tuned_m, packing, is_plain=is_plain, tile_rows=rows)
 
     @property
     def id(self) -> str:
         return self.candidate.id
 
 
-def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> list[PoolKernel]:
-    """Return the kernels of Decisions that differ in M only: ATen's plain op, then the fastest of each layout at each
+def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = (), dim: Dim = "m") -> list[PoolKernel]:
+    """Return the kernels of Decisions that differ in M only (with the dim "batch": in the batch, which is then called M
+    here): ATen's plain op, then the fastest of each layout at each
     M, the most often fast first.
 
     Candidates that failed at any of the M are left out, and so are those that are ``faulty`` at another M, other than
     ATen's plain op. No kernel is compared with them.
     """
-    return _pool(decisions, faulty, _fast_rows)
+    return _pool(decisions, faulty, _fast_rows, dim)
 
 
-def served_pool(decisions: Sequence[Decision], faulty: Collection[str] = ()) -> list[PoolKernel]:
+def served_pool(decisions: Sequence[Decision], faulty: Collection[str] = (), dim: Dim = "m") -> list[PoolKernel]:
     """Return ATen's plain op and, for each layout of each Decision, the one kernel that serves its M in that layout, as
     ``kernel_pool`` does. ``fast_at`` has the M of these Decisions. A Decision by which ATen's plain op serves the raw
     layout adds no other kernel of it."""
-    return _pool(decisions, faulty, _served_rows)
+    return _pool(decisions, faulty, _served_rows, dim)
 
 
-def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsOf) -> list[PoolKernel]:
+def _pool(decisions: Sequence[Decision], faulty: Collection[str], rows_of: RowsOf, dim: Dim) -> list[PoolKernel]:
     """Return the kernels of the rows ``rows_of(decision, plain op, ids left out)``."""
     failed = failed_candidates(decisions)
     pool: dict[str, PoolKernel] = {}
-    plain = _plain_op(decisions, failed)
+    plain = _plain_op(decisions, failed, dim)
     for decision in decisions:
         problem = Problem.from_dict(decision.problem)
         for row in rows_of(decision, plain, {*failed, *faulty} - {plain}):
-            _add(pool, row, problem.m, plain)
+            if dim == "batch" and row.packing is not None:
+                continue  # a packed weight has a batch of its own
+            _add(pool, row, problem.size(dim), plain, dim)
     tested: dict[str, bool] = {}
     for layout in (layout for decision in decisions for layout in decision.layouts.values()):
         tested[layout.candidate] = tested.get(layout.candidate, True) and layout.overlap
     for kernel in pool.values():
-        kernel.overlap = tested.get(kernel.id, overlap_without_test(kernel.fast_at))
+        kernel.overlap = tested.get(kernel.id, dim == "batch" or overlap_without_test(kernel.fast_at))
     return sorted(pool.values(), key=lambda kernel: (not kernel.is_plain, -len(kernel.fast_at)))
 
 
@@ -94,7 +100,7 @@ def failed_candidates(decisions: Iterable[Decision]) -> set[str]:
     return {row.id for decision in decisions for row in decision.evidence if row.verdict and not row.verdict.ok}
 
 
-def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
+def _plain_op(decisions: Sequence[Decision], failed: Collection[str], dim: Dim) -> str:
     """Return the id of ATen's plain op: of its kernels that run what plain PyTorch runs on the raw weight, the fastest
     at the largest M at which one was timed. Empty when there is none.
 
@@ -105,19 +111,19 @@ def _plain_op(decisions: Sequence[Decision], failed: Collection[str]) -> str:
         problem = Problem.from_dict(decision.problem)
         for row in timed_rows(decision.evidence):
             if row.packing is None and row.id not in failed and is_fallback_template(row.candidate, problem):
-                times.setdefault(problem.m, {})[row.id] = _seconds(row)
+                times.setdefault(problem.size(dim), {})[row.id] = _seconds(row)
     at_largest = times[max(times)] if times else {}
     return min(at_largest, key=lambda name: at_largest[name], default="")
 
 
-def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str) -> None:
+def _add(pool: dict[str, PoolKernel], row: Evidence, m: int, plain: str, dim: Dim) -> None:
     if row.id not in pool:
-        pool[row.id] = PoolKernel.of(Candidate.from_dict(row.candidate), m, row.packing, row.id == plain)
+        pool[row.id] = PoolKernel.of(Candidate.from_dict(row.candidate), m, row.packing, row.id == plain, dim)
     pool[row.id].fast_at.add(m)
 
 
-def surcharges_of(decisions: Iterable[Decision]) -> dict[str, dict[int, float]]:
-    """Return the surcharges of Decisions that differ in M only (``TunedPlan.surcharges``).
+def surcharges_of(decisions: Iterable[Decision], dim: Dim = "m") -> dict[str, dict[int, float]]:
+    """Return the surcharges of Decisions that differ in M only, or in the batch (``TunedPlan.surcharges``).
 
     At an M they are those of the layout whose test found the smallest ratio; all packed layouts share them, since they
     follow from what the other work leaves in the cache more than from the layout.
@@ -129,7 +135,7 @@ def surcharges_of(decisions: Iterable[Decision]) -> dict[str, dict[int, float]]:
             test = min(tests, key=lambda test: test.ratio, default=None)
             if test is not None and test.candidate != test.baseline:
                 slower = max(1.0, test.worst_ratio / test.ratio)
-                by_form.setdefault(form, {})[int(decision.problem["m"])] = slower
+                by_form.setdefault(form, {})[int(decision.problem[dim])] = slower
     return by_form
 
 

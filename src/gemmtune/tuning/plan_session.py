@@ -69,7 +69,8 @@ class PlanSession(WeightSession):
 
     def _extend_pool(self) -> bool:
         """Add the kernels that the pool lacks, without the faulty ones. Return whether there are any."""
-        new = [k for k in kernel_pool(self._decisions, self._faulty) if k.id not in self._measurements.pool]
+        pool = kernel_pool(self._decisions, self._faulty, self._sizes.dim)
+        new = [kernel for kernel in pool if kernel.id not in self._measurements.pool]
         self._add(new)
         return bool(new)
 
@@ -83,7 +84,7 @@ class PlanSession(WeightSession):
                 self._measurements.pool[kernel.id].predicted_for |= kernel.predicted_for
         kernels = [kernel for kernel in expected if kernel.id not in self._measurements.pool]
         if kernels and build is not None:
-            builds = build([(self._problem.with_m(k.tuned_m), k.candidate) for k in kernels], self._target)
+            builds = build([(self._sizes.at(self._problem, k.tuned_m), k.candidate) for k in kernels], self._target)
             kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]
         self._add(kernels)
 

@@ -16,7 +16,7 @@ from ..core import devices
 from ..core.decision import Decision
 from ..core.errors import StoreError, WorkerError
 from ..core.events import PlanDone, Progress, silent
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..core.target import Target
 from ..core.tuned_plan import TunedPlan
 from ..store.base import Store
@@ -41,25 +41,35 @@ Session = TypeVar("Session", bound=WeightSession)
 
 @dataclass
 class Weight:
-    """A weight to tune: one of its Problems, and the recorded calls by M."""
+    """A weight to tune: one of its Problems, and the recorded calls by M. dim: the dimension whose sizes are called
+    M."""
 
     problem: Problem
     counts: dict[int, int] = field(default_factory=dict)
+    dim: Dim = "m"
 
     @property
     def cost(self) -> int:
         """The FLOPs of the recorded calls: weights that cost most are tuned first."""
-        return sum(count * self.problem.with_m(m).flops for m, count in self.counts.items())
+        return sum(count * self.at(m).flops for m, count in self.counts.items())
+
+    @property
+    def plan_key(self) -> str:
+        return self.problem.plan_key_over(self.dim)
+
+    def at(self, m: int) -> Problem:
+        """Return the Problem at another M."""
+        return self.problem.with_size(self.dim, m)
 
 
-def weights_of(problems: Iterable[tuple[Problem, int]]) -> list[Weight]:
-    """Return the weights of counted Problems: Problems that differ in M only share one. Empty Problems are left
-    out."""
+def weights_of(problems: Iterable[tuple[Problem, int]], dim: Dim = "m") -> list[Weight]:
+    """Return the weights of counted Problems: Problems that differ in M only (with the dim "batch": in the batch) share
+    one. Empty Problems are left out."""
     weights: dict[str, Weight] = {}
     for problem, count in problems:
         if not problem.is_empty:
-            counts = weights.setdefault(problem.plan_key, Weight(problem)).counts
-            counts[problem.m] = counts.get(problem.m, 0) + count
+            counts = weights.setdefault(problem.plan_key_over(dim), Weight(problem, dim=dim)).counts
+            counts[problem.size(dim)] = counts.get(problem.size(dim), 0) + count
     return sorted(weights.values(), key=lambda weight: -weight.cost)
 
 
@@ -68,7 +78,8 @@ class PlanTuner:
 
     tuner: makes the Decisions, and the worker. seconds: for timing a weight's kernels at other M; None: the device's
     default (``TuningProfile.sweep_s``), less for a part of the default range. force: tune weights that the store has a
-    plan for. progress, hot, seed: as for the Tuner. config_key: as for ``gemmtune.tune``.
+    plan for. progress, hot, seed: as for the Tuner. config_key: as for ``gemmtune.tune``. dim:
+    "batch" for plans of batched products over their batch: what is called M here is then the batch.
     """
 
     def __init__(
@@ -83,8 +94,9 @@ class PlanTuner:
         seed: int = 0,
         progress: Progress = silent,
         config_key: ConfigKey | None = None,
+        dim: Dim = "m",
     ) -> None:
-        self._config_key = config_key
+        self._config_key, self._dim = config_key, dim
         self._tuner, self._target, self._store = tuner, target, store
         self._profile = devices.get(target.device).profile
         self._seconds = seconds
@@ -103,8 +115,8 @@ class PlanTuner:
         before the next weight begins. pool: the worker to use, from ``Tuner.new_pool``; None starts one and ends it.
         Raises what ``Tuner.tune``, ``parse_sizes`` and ``keyed`` raise.
         """
-        weights = weights_of(problems)
-        parsed = [parse_sizes(m, self._profile, _costliest(weight)) for weight in weights]
+        weights = weights_of(problems, self._dim)
+        parsed = [parse_sizes(m, self._profile, _costliest(weight), weight.problem, self._dim) for weight in weights]
         ranges = [keyed(sizes, self._config_key) for sizes in parsed]
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
@@ -115,7 +127,7 @@ class PlanTuner:
                 weight_decisions, plan = self._tune_weight(weight, sizes, pool)
                 decisions += weight_decisions
                 plans += [plan] if plan is not None else []
-                self._progress(PlanDone(weight.problem.plan_key, plan, len(self._following)))
+                self._progress(PlanDone(weight.plan_key, plan, len(self._following)))
         return decisions, plans
 
     def _tune_weight(
@@ -123,9 +135,9 @@ class PlanTuner:
     ) -> tuple[list[Decision], TunedPlan | None]:
         if self._config_key == "exact":
             decisions = self._decide(weight, sizes.tuned, pool)
-            self._remove_plan(weight.problem.plan_key)
+            self._remove_plan(weight.plan_key)
             return decisions, None
-        stored = self._store.get_plan(self._target, weight.problem.plan_key)
+        stored = self._store.get_plan(self._target, weight.plan_key)
         if self._keeps(stored, sizes):
             return self._decide(weight, _decided_for(stored, sizes), pool), stored
         sizes = self._united(sizes, stored)
@@ -141,7 +153,7 @@ class PlanTuner:
         self._list_ahead(weight, sizes, pool)  # while the worker starts
         for pair in itertools.pairwise(reversed(sizes.tuned)):
             for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
-                self._tuner.begin_builds(weight.problem.with_m(m), pool, later=m != pair[0])
+                self._tuner.begin_builds(weight.at(m), pool, later=m != pair[0])
             decisions += self._decide(weight, pair[:1], pool)
         self._build_ahead(weight, sizes, decisions, pool)
         return decisions + self._decide(weight, sizes.tuned[:1], pool)
@@ -163,10 +175,10 @@ class PlanTuner:
         if not self._following or not self._builds_ahead(pool):
             return
         weight, sizes = self._following[0]
-        if self._keeps(self._store.get_plan(self._target, weight.problem.plan_key), sizes):
+        if self._keeps(self._store.get_plan(self._target, weight.plan_key), sizes):
             return
         for m in reversed(sizes.tuned):  # about the order in which they are decided, and built
-            self._tuner.begin_builds(weight.problem.with_m(m), pool)
+            self._tuner.begin_builds(weight.at(m), pool)
         self._list_ahead(weight, sizes, pool)
 
     def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
@@ -175,7 +187,7 @@ class PlanTuner:
         if usable and self._builds_ahead(pool):
             counts = recorded(weight.counts)
             for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
-                problem = weight.problem.with_m(kernel.tuned_m)
+                problem = weight.at(kernel.tuned_m)
                 pool.builders.ahead(problem, [kernel.candidate], self._target, later=True)
 
     def _builds_ahead(self, pool: WorkerPool) -> bool:
@@ -184,7 +196,7 @@ class PlanTuner:
 
     def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
         """Return the Decisions of a weight at some M."""
-        problems = [(weight.problem.with_m(m), weight.counts.get(m, 1)) for m in sizes]
+        problems = [(weight.at(m), weight.counts.get(m, 1)) for m in sizes]
         return self._tuner.tune(problems, pool) if problems else []
 
     def _plan_under_lease(
@@ -192,7 +204,7 @@ class PlanTuner:
     ) -> TunedPlan | None:
         """Make the plan while no other process makes one for the same weight; that of another process is used if it
         covers the range."""
-        key = weight.problem.plan_key
+        key = weight.plan_key
         try:
             while (lease := self._store.lease(self._target, key, LEASE_S)) is None:
                 time.sleep(POLL_S)
@@ -218,7 +230,7 @@ class PlanTuner:
         except WorkerStartError:
             raise
         except WorkerError as error:
-            log.warning("no plan for %s: %s", weight.problem.plan_key, error)
+            log.warning("no plan for %s: %s", weight.plan_key, error)
             return None
         if plan is not None:
             self._store_plan(plan)
@@ -229,7 +241,8 @@ class PlanTuner:
     ) -> TunedPlan | None:
         """Return the plan that the Decisions and measurements make. Raises WorkerError."""
         if sizes.runs:
-            decided = {int(decision.problem["m"]) for decision in decisions if decision.outcome != "inconclusive"}
+            conclusive = (decision for decision in decisions if decision.outcome != "inconclusive")
+            decided = {int(decision.problem[self._dim]) for decision in conclusive}
             sizes = sizes._replace(tuned=tuple(m for m in sizes.tuned if m in decided))
 
         def session(kind: type[Session]) -> Session:
@@ -249,7 +262,8 @@ class PlanTuner:
         if self._seconds is not None:
             return self._seconds
         share = math.log(1 + sizes.last) - math.log(sizes.first)
-        return self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + self._profile.last_m)))
+        last = self._profile.last_m if self._dim == "m" else self._profile.last_batch
+        return self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + last)))
 
     def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
         """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with
@@ -257,7 +271,7 @@ class PlanTuner:
         if plan is None or plan.config_key != sizes.config_key:
             return sizes
         tuned = {*sizes.tuned, *plan.tuned}
-        both = SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)))
+        both = SizeRange(min(sizes.first, plan.first), max(sizes.last, plan.last), tuple(sorted(tuned)), dim=sizes.dim)
         return keyed(both, self._config_key)
 
     def _remove_plan(self, plan_key: str) -> None:
@@ -283,7 +297,8 @@ def _usable(decisions: Iterable[Decision]) -> list[Decision]:
 def _costliest(weight: Weight) -> list[int]:
     """Return the recorded M that take most of the time, the largest share first, up to ``MAX_RECORDED``; the largest M
     is among them."""
-    order = sorted(weight.counts, key=lambda m: -weight.counts[m] * max(m, _FEW_ROWS))
+    fewest = _FEW_ROWS if weight.dim == "m" else 1
+    order = sorted(weight.counts, key=lambda m: -weight.counts[m] * max(m, fewest))
     return [max(order), *order[: MAX_RECORDED - 1]]
 
 

@@ -84,11 +84,12 @@ def expected_kernels(
     limit = devices.get(target.device).profile.max_predicted
     without = failed_candidates(decisions) | set(faulty)
     loaded = backends.names()  # a store may have Decisions of a plugin that is not loaded
-    pool = [kernel for kernel in kernel_pool(decisions, faulty) if kernel.candidate.backend in loaded]
+    pool = [kernel for kernel in kernel_pool(decisions, faulty, sizes.dim) if kernel.candidate.backend in loaded]
     if not limit:
         return kernels_for_last_size(problem, target, pool, sizes, without)
     expected = [
-        *kernels_of_libraries(problem, target, pool, sizes, without),
+        # Libraries are asked for their kernels at other numbers of rows.
+        *(kernels_of_libraries(problem, target, pool, sizes, without) if sizes.dim == "m" else ()),
         *kernels_with_other_clusters(problem, target, pool, sizes, without),
         *kernels_of_other_templates(problem, target, decisions, pool, sizes, without),
         *predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit),
@@ -104,7 +105,7 @@ def list_ahead(problem: Problem, target: Target, sizes: SizeRange) -> None:
     with contextlib.suppress(Exception), _LISTING, _short_turns():
         for name in backends.names(target.device):
             for m in _grid(sizes):
-                _first_candidates(backends.get(name), problem.with_m(m), target)
+                _first_candidates(backends.get(name), sizes.at(problem, m), target)
 
 
 @contextlib.contextmanager
@@ -134,7 +135,7 @@ def kernels_for_last_size(
     if sizes.last <= largest:
         return []
     templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.fast_at}
-    listed = _listed(problem.with_m(sizes.last), target, templates)
+    listed = _listed(problem, sizes, sizes.last, target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
     excluded = {kernel.id for kernel in pool} | set(without)
     kernels = [kernel for kernel in first.values() if kernel.id not in excluded]
@@ -179,7 +180,7 @@ def kernels_with_other_clusters(
     if sizes.last < _APART * largest:
         return []
     middle = round(math.sqrt(largest * sizes.last))
-    at_middle = problem.with_m(middle)
+    at_middle = sizes.at(problem, middle)
     excluded, kernels = {kernel.id for kernel in pool} | set(without), list[PoolKernel]()
     for kernel in (kernel for kernel in pool if largest in kernel.fast_at):
         config, backend = dict(kernel.candidate.config), backends.get(kernel.candidate.backend)
@@ -188,7 +189,7 @@ def kernels_with_other_clusters(
                 continue
             if {**dict(other.config), "cluster": config["cluster"]} == config:
                 excluded.add(other.id)
-                kernels.append(PoolKernel.of(other, middle, kernel.packing))
+                kernels.append(PoolKernel.of(other, middle, kernel.packing, dim=sizes.dim))
                 kernels[-1].predicted_for = {middle, sizes.last}
     return kernels
 
@@ -211,7 +212,7 @@ def kernels_of_other_templates(
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last < _APART * largest:
         return []
-    at_last, packings = problem.with_m(sizes.last), {kernel.packing for kernel in pool}
+    at_last, packings = sizes.at(problem, sizes.last), {kernel.packing for kernel in pool}
     pool_templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool}
     tried = {str(row.candidate.get("backend")) for decision in decisions for row in decision.evidence}
     by_template: dict[_Template, PoolKernel] = {}
@@ -220,7 +221,8 @@ def kernels_of_other_templates(
         for candidate, template in _first_candidates(backend, at_last, target):
             is_wanted = template not in pool_templates and template.packing in packings and candidate.id not in without
             if is_wanted and backend.estimated_s(at_last, candidate, target):
-                by_template.setdefault(template, PoolKernel.of(candidate, sizes.last, template.packing))
+                kernel = PoolKernel.of(candidate, sizes.last, template.packing, dim=sizes.dim)
+                by_template.setdefault(template, kernel)
     for kernel in by_template.values():
         kernel.predicted_for = {round(math.sqrt(largest * sizes.last)), sizes.last}
     return list(by_template.values())
@@ -266,10 +268,10 @@ def predict_kernels(
     that M is expected to have (``Curves.weight``). decisions: those of the pool. counts: recorded calls by M. without:
     ids of candidates that are not chosen.
     """
-    model = _TimeModel(problem, target, decisions)
+    model = _TimeModel(problem, target, decisions, sizes)
     listed_at = _grid(sizes) if model.scales else []
     templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool} & set(model.scales)
-    listed = {m: _listed(problem.with_m(m), target, templates) for m in listed_at}
+    listed = {m: _listed(problem, sizes, m, target, templates) for m in listed_at}
     options = {kernel.id: kernel for m in listed_at for kernel in listed[m] if kernel.id not in without}
     grid = _dense_grid(listed_at, sizes)
     weights = point_weights(Curves(sizes.first, sizes.last, {"": dict.fromkeys(grid, 0.0)}, counts=counts))
@@ -351,20 +353,21 @@ class _TimeModel:
     scales: measured over estimated time, by template and tuned M. Templates without estimates have none.
     """
 
-    def __init__(self, problem: Problem, target: Target, decisions: Sequence[Decision]) -> None:
+    def __init__(self, problem: Problem, target: Target, decisions: Sequence[Decision], sizes: SizeRange) -> None:
         self._target = target
-        self._at = functools.cache(problem.with_m)
+        self._at = functools.cache(functools.partial(sizes.at, problem))
         ratios: dict[_Template, dict[int, list[float]]] = {}
         of_variants: dict[tuple[_Template, int, _Config], list[float]] = {}
         for decision in decisions:
             at_m = Problem.from_dict(decision.problem)
+            m = at_m.size(sizes.dim)
             for row in timed_rows(decision.evidence):
                 candidate = Candidate.from_dict(row.candidate)
                 estimate = backends.get(candidate.backend).estimated_s(at_m, candidate, target)
                 if estimate and row.sample is not None:
                     template, ratio = _Template.of(candidate, row.packing), row.sample.median_s / estimate
-                    ratios.setdefault(template, {}).setdefault(at_m.m, []).append(ratio)
-                    of_variants.setdefault((template, at_m.m, _apart_from_tile(candidate)), []).append(ratio)
+                    ratios.setdefault(template, {}).setdefault(m, []).append(ratio)
+                    of_variants.setdefault((template, m, _apart_from_tile(candidate)), []).append(ratio)
         self.scales = {template: {m: median(values) for m, values in by_m.items()} for template, by_m in ratios.items()}
         self._variants = {key: median(values) for key, values in of_variants.items()}
 
@@ -401,14 +404,16 @@ def _dense_grid(listed_at: Sequence[int], sizes: SizeRange) -> list[int]:
     return sorted({*listed_at, *(m for m in dense if m >= sizes.first and m not in sizes.tuned)})
 
 
-def _listed(problem: Problem, target: Target, templates: Collection[_Template]) -> list[PoolKernel]:
-    """Return the first candidates of each template for a Problem. A backend whose kernels name their layouts only after
-    loading has none."""
+def _listed(
+    problem: Problem, sizes: SizeRange, m: int, target: Target, templates: Collection[_Template]
+) -> list[PoolKernel]:
+    """Return the first candidates of each template for the Problem at M. A backend whose kernels name their layouts
+    only after loading has none."""
     names = sorted({template.backend for template in templates})
     return [
-        PoolKernel.of(candidate, problem.m, template.packing)
+        PoolKernel.of(candidate, m, template.packing, dim=sizes.dim)
         for name in names
-        for candidate, template in _first_candidates(backends.get(name), problem, target)
+        for candidate, template in _first_candidates(backends.get(name), sizes.at(problem, m), target)
         if template in templates
     ]
 

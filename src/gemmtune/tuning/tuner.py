@@ -18,7 +18,7 @@ from ..core import devices
 from ..core.decision import Decision
 from ..core.errors import StoreError, WorkerError
 from ..core.events import DecisionsUnstored, ProblemDone, ProblemStarted, Progress, silent
-from ..core.problem import Problem, plan_key_of
+from ..core.problem import Problem, plan_keys_of
 from ..core.target import Target
 from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
@@ -276,7 +276,7 @@ class _PlanPoints:
 
     def add(self, decision: Decision) -> None:
         """Add the Decision if it belongs to one of the Plans."""
-        points = self._points.get(plan_key_of(decision.problem_key))
+        points = self._points.get(plan_keys_of(decision.problem_key)[0])
         if points is not None and decision.outcome != "inconclusive":
             try:
                 points[decision.problem_key] = tuned_point(decision)

@@ -1,4 +1,4 @@
-"""The values of M at which a kernel of a Plan is verified, for the intervals that it serves."""
+"""The values of M, or of the batch, at which a kernel of a Plan is verified, for the intervals that it serves."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
 MAX_SIZES = 96
+# The same for batches, each of which has operands and results of its own.
+BATCH_RUN, MAX_BATCHES = 8, 24
 MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
 # Columns of a result from which on there are fewer of these rows, as many elements: verifying two kernels for 128,256
 # columns took 5 and 6 s on an H100 (benchmarks/results/tuning-timeline-h100-20261128.txt).
@@ -56,11 +58,31 @@ def sizes_to_verify(
     return sizes
 
 
-def _run(spans: Sequence[tuple[int, int]], rng: random.Random) -> range:
-    """Return RUN consecutive M of the longest span, in its first rows, where they cost the least."""
-    first, last = max(spans, key=lambda span: min(span[1] - span[0], RUN))
-    start = rng.randint(first, max(first, min(first + RUN, last - RUN + 1)))
-    return range(start, min(start + RUN, last + 1))
+def batches_to_verify(spans: Sequence[tuple[int, int]], rng: random.Random) -> list[int]:
+    """Return the batches at which to verify a kernel that serves ``spans`` (first and last batch of each), in a random
+    order.
+
+    A kernel computes one matrix of a batch as it computes the others. Which matrices it reads and writes depends on its
+    grid and on strides. So they are the ends of the spans, ``RANDOM`` batches of each, an odd one among them, and a run
+    of ``BATCH_RUN`` consecutive ones. Long lists of spans are thinned to ``MAX_BATCHES``: the run and the ends of the
+    whole range stay.
+    """
+    certain = {min(first for first, _ in spans), max(last for _, last in spans), *_run(spans, rng, BATCH_RUN)}
+    ends = {batch for span in spans for batch in span}
+    others = {rng.randint(first, last) for first, last in spans for _ in range(RANDOM - 1)}
+    others |= {min(rng.randint(first, last) | 1, last) for first, last in spans}
+    more = [*rng.sample(sorted(ends - certain), len(ends - certain))]
+    more += rng.sample(sorted(others - certain - ends), len(others - certain - ends))
+    batches = [*certain, *more][:MAX_BATCHES]
+    rng.shuffle(batches)
+    return batches
+
+
+def _run(spans: Sequence[tuple[int, int]], rng: random.Random, length: int = RUN) -> range:
+    """Return consecutive M, ``length`` of them, of the longest span, in its first rows, where they cost the least."""
+    first, last = max(spans, key=lambda span: min(span[1] - span[0], length))
+    start = rng.randint(first, max(first, min(first + length, last - length + 1)))
+    return range(start, min(start + length, last + 1))
 
 
 def _one_of_each(

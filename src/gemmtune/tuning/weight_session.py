@@ -26,7 +26,7 @@ from ..workers.protocol import SizedCandidate
 from .plan_measurements import BATCH, Measurements
 from .plan_pool import PoolKernel, surcharges_of
 from .sizes import SizeRange
-from .verified_sizes import sizes_to_verify
+from .verified_sizes import batches_to_verify, sizes_to_verify
 
 log = logging.getLogger("gemmtune")
 
@@ -44,9 +44,9 @@ class WeightSession:
     """A tuning session of one weight over a range of M. Subclasses choose the kernels, where each is timed, and their
     intervals.
 
-    problem: one of the weight's Problems. decisions: of Problems that differ from it in M only. sizes: the range.
-    counts: recorded calls by M. hot: time with operands in the cache. bound: as for ``TunedPlan``. The worker is not
-    closed.
+    problem: one of the weight's Problems. decisions: of Problems that differ from it in M only. sizes: the range, which
+    may be one of batches: what is called M in the sessions is then the batch. counts: recorded calls by M. hot: time
+    with operands in the cache. bound: as for ``TunedPlan``. The worker is not closed.
     """
 
     def __init__(
@@ -64,7 +64,10 @@ class WeightSession:
         hot: bool = False,
         bound: float = BOUND,
     ) -> None:
-        self._problem, self._target, self._store, self._worker = problem.with_m(VERIFIED_M), target, store, worker
+        # Of the largest batch, by which the worker's memory is limited: operands of few rows are mostly the weight.
+        self._problem = sizes.at(problem, VERIFIED_M if sizes.dim == "m" else sizes.last)
+        self._plan_key = problem.plan_key_over(sizes.dim)
+        self._target, self._store, self._worker = target, store, worker
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
         self._decisions = decisions
@@ -72,8 +75,8 @@ class WeightSession:
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if is_host else 0.0
         self._measurements = Measurements(
-            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions),
-            waves=not is_host, estimated_s=self._estimated_s,
+            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions, sizes.dim),
+            waves=not is_host and sizes.dim == "m", estimated_s=self._estimated_s,
         )  # fmt: skip
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
@@ -107,7 +110,7 @@ class WeightSession:
             self._measurements.record(wanted, timed.times)
             self._measurements.noise |= timed.noise
         left_s = max(0.0, self._end - time.perf_counter())
-        self._progress(PlanProgress(self._problem.plan_key, len(self._measurements.noise), left_s))
+        self._progress(PlanProgress(self._plan_key, len(self._measurements.noise), left_s, self._sizes.dim))
 
     def _worker_times(self, wanted: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> SizesTimed:
         """Return the times of kernels at some M as the worker measures them. Kernels that crash are left out."""
@@ -118,7 +121,9 @@ class WeightSession:
             }
             items = list(self._items.values())
             try:
-                timed = self._worker.time_sizes(items, sizes, self._sizes.last, budget_s, self._seed, self._hot, load_s)
+                timed = self._worker.time_sizes(
+                    items, sizes, self._sizes.last, budget_s, self._seed, self._hot, load_s, self._sizes.dim
+                )
                 break
             except WorkerLost as loss:
                 if loss.candidate_id not in self._items:
@@ -134,7 +139,7 @@ class WeightSession:
         """Return the faults that hold for every M of the weight, by candidate: dispatch would not serve these kernels.
         The Decisions may be older."""
         try:
-            return self._store.failures(self._target, self._problem.plan_key)
+            return self._store.failures(self._target, self._plan_key)
         except StoreError as error:
             log.debug("the failures are not read: %s", error)
             return {}
@@ -146,7 +151,7 @@ class WeightSession:
             self._faulty.add(name)
         if verdict.kind in FAULTS and not self._measurements.pool[name].is_plain:
             try:
-                self._store.remember_failure(self._target, self._problem.plan_key, name, verdict)
+                self._store.remember_failure(self._target, self._plan_key, name, verdict)
             except StoreError as error:
                 log.debug("a failure is not remembered: %s", error)
 
@@ -157,12 +162,15 @@ class WeightSession:
         for name in dict.fromkeys(interval.kernel for interval in intervals):
             kernel = self._measurements.pool[name]
             spans = [(interval.first, interval.last) for interval in intervals if interval.kernel == name]
-            path = self._code_paths(kernel)
-            chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns)
+            if self._sizes.dim == "batch":
+                chosen = batches_to_verify(spans, self._rng)
+            else:
+                path = self._code_paths(kernel)
+                chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns)
             sizes = [m for m in chosen if m not in self._verified[name]]
             if not sizes:
                 continue
-            result = self._worker.verify_sizes(self._items[name], sizes)
+            result = self._worker.verify_sizes(self._items[name], sizes, self._sizes.dim)
             if not result.verdict.ok:
                 self._fail(name, result.verdict)
                 return False
@@ -173,7 +181,8 @@ class WeightSession:
         """Return ``Backend.estimated_s`` of a kernel at M; None for a plugin's kernel that only the worker has
         loaded."""
         backend = _loaded_backend(kernel)
-        return None if backend is None else backend.estimated_s(self._problem.with_m(m), kernel.candidate, self._target)
+        problem = self._sizes.at(self._problem, m)
+        return None if backend is None else backend.estimated_s(problem, kernel.candidate, self._target)
 
     def _code_paths(self, kernel: PoolKernel) -> Callable[[int], Hashable] | None:
         """Return ``Backend.code_paths`` of a kernel; None for a plugin's kernel that only the worker has loaded."""
@@ -186,10 +195,10 @@ class WeightSession:
         """Return the plan with the intervals of each layout; None, with a warning, without any interval."""
         if not any(chosen.values()):
             reasons = "; ".join(f"{name}: {reason}" for name, reason in self._measurements.out.items())
-            log.warning("no plan for %s, whose kernels cannot serve (%s)", self._problem.plan_key, reasons)
+            log.warning("no plan for %s, whose kernels cannot serve (%s)", self._plan_key, reasons)
             return None
         return TunedPlan(
-            plan_key=self._problem.plan_key,
+            plan_key=self._plan_key,
             problem=self._problem.to_dict(),
             target_key=self._target.key,
             first=self._sizes.first,
@@ -206,6 +215,7 @@ class WeightSession:
             surcharges=self._measurements.surcharges,
             noise=self._measurements.noise,
             scan=self._measurements.scan,
+            dim=self._sizes.dim,
             bound=self._bound,
             counts=self._counts,
             stopped=stopped,

@@ -10,7 +10,7 @@ from typing import Protocol, TypeVar
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.errors import WorkerError
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..timing.outcome import LeaderUpdate, RaceResult
 from ..timing.size_sweep import SizesTimed
 from .protocol import Attempted, Confirmed, Failed, Reply, SizedCandidate, SizesVerified
@@ -104,9 +104,10 @@ class MeasurementWorker(Protocol):
         seed: int,
         hot: bool = False,
         load_s: float = 0.0,
+        dim: Dim = "m",
     ) -> SizesTimed: ...
 
-    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified: ...
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int], dim: Dim = "m") -> SizesVerified: ...
 
     def close(self) -> None: ...
 

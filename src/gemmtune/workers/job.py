@@ -19,7 +19,7 @@ from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.errors import UnsupportedError, WorkerError
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..core.target import Target
 from ..timing import devices as device_timing
 from ..timing.devices import DeviceTiming
@@ -62,6 +62,7 @@ Progress = Callable[[LeaderUpdate], None]
 # Seconds for repeating a kernel on one test case, to see whether its output repeats: when it is screened, and before it
 # is eligible.
 _SCREEN_REPEAT_S, _CONFIRM_REPEAT_S = 20e-3, 0.1
+_BATCH_CASES = 2  # of the test cases of a batch: a uniform one, and one with special rows and columns
 _GROUP_ROWS = 1024  # of the test cases of several M, which are in memory together
 _ROWS_PATIENCE_S = 25e-3  # seconds for a candidate's calls at other M and the comparisons there, beyond the first call
 
@@ -303,8 +304,8 @@ class ProblemSession:
         return RaceOperands(kernels, self.problem, self._timing, self._seed, marker_fd, hot=hot, conditions=conditions)
 
     def time_sizes(self, request: TimeSizes, marker_fd: int | None) -> SizesTimed:
-        """Time candidates at several M. Kernels and operands stay in memory for the next request with the same
-        candidates.
+        """Time candidates at several M, or batches. Kernels and operands stay in memory for the next request with the
+        same candidates.
 
         A candidate that cannot be loaded is among the reply's faults.
         """
@@ -315,15 +316,15 @@ class ProblemSession:
             self._swept, self._unloaded = swept, {}
             kernels = {}
             for name, item in zip(names, request.candidates, strict=True):
-                kernel, verdict = self._load_sized(item)
+                kernel, verdict = self._load_sized(item, request.dim)
                 if kernel is None:
                     self._unloaded[name] = verdict
                 else:
                     kernel.keep_torch_flags()
                     kernels[name] = kernel
             self._sweep = SizeSweep(
-                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, hot=request.hot,
-                numbers={name: position + 1 for position, name in enumerate(names)},
+                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, dim=request.dim,
+                hot=request.hot, numbers={name: position + 1 for position, name in enumerate(names)},
             )  # fmt: skip
         wanted = {m: [names[position] for position in positions] for m, positions in request.sizes.items()}
         timed = self._sweep.time(wanted, request.budget_s, request.load_s)
@@ -336,15 +337,31 @@ class ProblemSession:
         The kernel runs twice at the first M of each group of M, and once at the others (``verify``).
         """
         self._sweep = None  # its operands' memory may be needed
-        kernel, verdict = self._load_sized(request.item)
+        kernel, verdict = self._load_sized(request.item, request.dim)
         if kernel is None:
             return SizesVerified(verdict)
+        if request.dim == "batch":
+            return self._verify_batches(kernel, request.sizes)
         self._drop_packed(kernel)
         worst = 0.0
         for sizes in _groups_of_rows(request.sizes):
             verdict, m = self._verify_group(kernel, sizes)
             if not verdict.ok:
                 return SizesVerified(msgspec.structs.replace(verdict, detail=f"M = {m}: {verdict.detail}"), m)
+            worst = max(worst, verdict.worst)
+        return SizesVerified(Verdict("within_bound", worst=worst))
+
+    def _verify_batches(self, kernel: Kernel, sizes: Sequence[int]) -> SizesVerified:
+        """Verify a kernel that takes its weight unpacked at several batches, on test cases of each, until it fails at
+        one."""
+        self._test_cases, self._rows, self._packed, worst = None, None, {}, 0.0
+        for batch in sizes:
+            problem = self.problem.with_size("batch", batch)
+            cases = make_reference_cases(problem, self._seed, device=self.target.torch_device)[:_BATCH_CASES]
+            verdict = self._verify(kernel, cases, 0.0, problem)
+            if not verdict.ok:
+                detail = f"batch = {batch}: {verdict.detail}"
+                return SizesVerified(msgspec.structs.replace(verdict, detail=detail), batch)
             worst = max(worst, verdict.worst)
         return SizesVerified(Verdict("within_bound", worst=worst))
 
@@ -359,8 +376,8 @@ class ProblemSession:
         singly = (self._verify_group(kernel, [case.m]) for case in cases)
         return next((found for found in singly if not found[0].ok), (verdict, cases[0].m))
 
-    def _load_sized(self, item: SizedCandidate) -> tuple[Kernel | None, Verdict]:
-        return self._load(Candidate.from_dict(item.candidate), self.problem.with_m(item.tuned_m))
+    def _load_sized(self, item: SizedCandidate, dim: Dim) -> tuple[Kernel | None, Verdict]:
+        return self._load(Candidate.from_dict(item.candidate), self.problem.with_size(dim, item.tuned_m))
 
     def _get_test_cases(self) -> tuple[ReferenceCase, ...]:
         if self._test_cases is None:
@@ -389,11 +406,17 @@ class ProblemSession:
             return None, verdict_of(error, "loading", "build_failed")
 
     def _verify(
-        self, kernel: Kernel, test_cases: tuple[ReferenceCase, ...], time_limit_s: float = _CONFIRM_REPEAT_S
+        self,
+        kernel: Kernel,
+        test_cases: tuple[ReferenceCase, ...],
+        time_limit_s: float = _CONFIRM_REPEAT_S,
+        problem: Problem | None = None,
     ) -> Verdict:
+        """Return the Verdict on a kernel of its test cases. problem: theirs; None for the open one."""
+        problem = problem or self.problem
         return self._guarded_verdict(
             kernel,
-            lambda run: verify(run, self.problem, test_cases, time_limit_s, rounding=allowed_rounding(kernel)),
+            lambda run: verify(run, problem, test_cases, time_limit_s, rounding=allowed_rounding(kernel)),
         )
 
     def _guarded_verdict(self, kernel: Kernel, check: Callable[[Run], Verdict]) -> Verdict:

@@ -9,6 +9,7 @@ from typing import Any
 import msgspec
 
 from ..core.decision import Verdict
+from ..core.problem import Dim
 from ..timing.clock import Latency
 from ..timing.outcome import LeaderUpdate, RaceResult
 from ..timing.size_sweep import SizesTimed
@@ -73,18 +74,19 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class SizedCandidate(msgspec.Struct, forbid_unknown_fields=True):
-    """A candidate that serves several M, and the M of the Problem that it is loaded for."""
+    """A candidate that serves several M (in a request over the batch: batches), and that of the Problem that it is
+    loaded for."""
 
     candidate: dict[str, Any]
     tuned_m: int
 
 
 class TimeSizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Request to time candidates at several M of the open problem.
+    """Request to time candidates at several M of the open problem, or at several batches.
 
-    sizes: by M, the positions in ``candidates`` of those to time. last: the largest M of all such requests. budget_s:
-    seconds for all of them. hot: each call has its operands in the cache. load_s: seconds for which the candidates keep
-    the device busy before they are timed at an M.
+    dim: "batch" where what is called M here is the batch. sizes: by M, the positions in ``candidates`` of those to
+    time. last: the largest M of all such requests. budget_s: seconds for all of them. hot: each call has its operands
+    in the cache. load_s: seconds for which the candidates keep the device busy before they are timed at an M.
     """
 
     candidates: list[SizedCandidate]
@@ -94,13 +96,15 @@ class TimeSizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     seed: int = 0
     hot: bool = False
     load_s: float = 0.0
+    dim: Dim = "m"
 
 
 class VerifySizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Request to verify a candidate at several M of the open problem, in the given order."""
+    """Request to verify a candidate at several M of the open problem, or several batches, in the given order."""
 
     item: SizedCandidate
     sizes: list[int]
+    dim: Dim = "m"
 
 
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):

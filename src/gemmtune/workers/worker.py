@@ -13,7 +13,7 @@ from ..core.candidate import Candidate
 from ..core.decision import Verdict
 from ..core.devices import is_host
 from ..core.errors import WorkerError
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..core.target import Target
 from ..timing.clock import Latency
 from ..timing.outcome import RaceResult
@@ -192,23 +192,25 @@ class Worker:
         seed: int,
         hot: bool = False,
         load_s: float = 0.0,
+        dim: Dim = "m",
     ) -> SizesTimed:
-        """Time candidates at several M; see ``protocol.TimeSizes``.
+        """Time candidates at several M, or batches; see ``protocol.TimeSizes``.
 
         Raises WorkerLost with the id of the candidate that was running when the worker died.
         """
         wanted = {m: list(positions) for m, positions in sizes.items()}
-        request = TimeSizes(list(candidates), wanted, last, budget_s, seed, hot, load_s)
+        request = TimeSizes(list(candidates), wanted, last, budget_s, seed, hot, load_s, dim)
         try:
             return self._ask(request, 2.0 * budget_s + self._limits.open_s, SizesTimed)
         except WorkerLost as loss:
             names = [Candidate.from_dict(item.candidate).id for item in candidates]
             raise _naming_culprit(loss, names) from loss
 
-    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int]) -> SizesVerified:
-        """Verify a candidate at several M; a loss of the worker becomes the verdict. See ``protocol.VerifySizes``."""
+    def verify_sizes(self, item: SizedCandidate, sizes: Sequence[int], dim: Dim = "m") -> SizesVerified:
+        """Verify a candidate at several M, or batches; a loss of the worker becomes the verdict. See
+        ``protocol.VerifySizes``."""
         try:
-            return self._ask(VerifySizes(item, list(sizes)), self._limits.open_s, SizesVerified)
+            return self._ask(VerifySizes(item, list(sizes), dim), self._limits.open_s, SizesVerified)
         except WorkerLost as loss:
             return SizesVerified(loss.verdict)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -23,6 +24,7 @@ from .product import RANKS, Product, describe_product
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
+_MAX_BATCHES = 64  # other batches than its Problem's for which a kernel keeps launches
 
 
 class _ThreadCall(threading.local):
@@ -52,6 +54,7 @@ class RankedKernel(Kernel):
         self._algorithm = ranked[rank].algorithm
         self.workspace_bytes = int(ranked[rank].workspace)
         self._bound: dict[tuple[int, ...], Launch] = {}
+        self._of_batches: dict[int, RankedKernel] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         self.bind(a, b, aux)(out, a, b, *aux)
@@ -60,7 +63,18 @@ class RankedKernel(Kernel):
         m, device = a.shape[-2], a.device.index
         if self.problem.family != "bmm":
             return self._cached_launch(m, device, (0, 0), launch_aligned)
-        return self._bind_batches(m, device, (a.stride(0), b.stride(0)))
+        kernel = self if a.shape[0] == self.problem.batch else self._of_batch(a.shape[0])
+        return kernel._bind_batches(m, device, (a.stride(0), b.stride(0)))
+
+    def _of_batch(self, batch: int) -> RankedKernel:
+        """Return this kernel for another batch: with the same algorithm, and launches of its own."""
+        kernel = self._of_batches.get(batch)
+        if kernel is None:
+            if len(self._of_batches) >= _MAX_BATCHES:
+                self._of_batches.clear()
+            kernel = self._of_batches[batch] = copy.copy(self)
+            kernel.problem, kernel._bound = self.problem.with_size("batch", batch), {}
+        return kernel
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
         """Return the launch for these batch strides of A and B.

@@ -6,6 +6,7 @@ returns only reads addresses.
 
 from __future__ import annotations
 
+import copy
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -34,6 +35,7 @@ from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
 
 _SEMAPHORE_BYTES, _SEMAPHORE_POOL_BYTES = 4, 4 << 20  # bytes of one semaphore, and of all that are allocated at a time
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
+_MAX_BATCHES = 64  # other batches than its Problem's for which a kernel keeps launches
 _MAX_TENSOR_MAPS = 256  # TMA descriptors that a kernel caches: weights keep their addresses
 
 
@@ -121,8 +123,8 @@ class LaunchPlan(NamedTuple):
 
 
 class GpuKernel(Kernel):
-    """Cubins with the data that launching them takes. A kernel takes any M that fits its 32-bit arguments and its grid
-    (``bind`` raises KernelError beyond). Matrices that start off a 16-byte boundary are copied.
+    """Cubins with the data that launching them takes. A kernel takes any M, and any batch, that fits its 32-bit
+    arguments and its grid (``bind`` raises KernelError beyond). Matrices that start off a 16-byte boundary are copied.
 
     aligns_batches: whether the kernel assumes that every matrix of a batch starts on such a boundary; a batch whose
     stride is not a multiple of 16 bytes is then copied.
@@ -137,6 +139,7 @@ class GpuKernel(Kernel):
         self.packing = self.layout_of(problem, candidate)
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
+        self._of_batches: dict[int, GpuKernel] = {}
         self._tiles_n = -(-problem.n // self._bn)
         self._shares_tiles = "lock_ptr" in self.header.arguments
         if self._shares_tiles:
@@ -178,9 +181,19 @@ class GpuKernel(Kernel):
         }  # fmt: skip
         names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{index}" for index, _ in _tensor_steps(problem)]
         if problem.family == "bmm":
-            strides = a.stride(0), raw.stride(0)
-            return self._bind_batches(m, device, strides, names)
+            kernel = self if a.shape[0] == problem.batch else self._of_batch(a.shape[0])
+            return kernel._bind_batches(m, device, (a.stride(0), raw.stride(0)), names)
         return self._cached_launch(m, device, sizes, names, launch_aligned)
+
+    def _of_batch(self, batch: int) -> GpuKernel:
+        """Return this kernel for another batch: with the same cubins, and launches of its own."""
+        kernel = self._of_batches.get(batch)
+        if kernel is None:
+            if len(self._of_batches) >= _MAX_BATCHES:
+                self._of_batches.clear()
+            kernel = self._of_batches[batch] = copy.copy(self)
+            kernel.problem, kernel._bound = self.problem.with_size("batch", batch), {}
+        return kernel
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int], names: list[str]) -> Launch:
         """Return the launch for these batch strides of A and B (a batched epilogue takes no matrices)."""
