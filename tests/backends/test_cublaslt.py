@@ -13,6 +13,7 @@ import torch
 
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, library
+from gemmtune.backends.cublaslt import kernel as cublaslt_kernel
 from gemmtune.backends.cublaslt.product import describe_product
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
@@ -290,6 +291,18 @@ def test_descriptors_are_destroyed_with_their_kernel(blas: FakeBlas) -> None:
     del kernel
     gc.collect()  # a launch that may copy its operands refers to itself
     assert {descriptor.kind for descriptor in blas.descriptors.values()} == {"destroyed"}
+
+
+def test_kernel_serves_other_batches(blas: FakeBlas, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cublaslt_kernel, "_MAX_BATCHES", 2)
+    kernel = load(bmm_problem(3, 5, 24, 40, "bfloat16"))
+    for batch in (3, 1, 6, 4, 6):
+        a, b = torch.randn(batch, 5, 40).bfloat16(), torch.randn(batch, 40, 24).bfloat16()
+        out = torch.full((batch, 5, 24), float("nan"), dtype=torch.bfloat16)
+        kernel.run(a, b, (), out)
+        assert torch.equal(out, torch.bmm(a.double(), b.double()).bfloat16())
+    assert kernel.problem.batch == 3
+    assert set(kernel._of_batches) == {4, 6}
 
 
 @pytest.mark.parametrize("inner", [64, 20, 33])  # rows of multiples of 16 bytes, of 8, and odd ones

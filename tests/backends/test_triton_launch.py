@@ -109,6 +109,23 @@ def test_launch_passes_batch_strides(fake: FakeDriver) -> None:
     assert (values["batch_a"], values["batch_b"], values["batch_c"]) == (20 * 128, 72 * 128, 20 * 72)
 
 
+def test_kernel_serves_other_batches(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With launches of their own, of which a kernel keeps those of a few batches."""
+    monkeypatch.setattr(shared, "_MAX_BATCHES", 2)
+    problem = bmm_problem(3, 20, 72, 128, "bfloat16")
+    kernel = load_kernel(fake, problem)
+    for batch in (5, 3, 1, 7, 5):
+        a, b = torch.randn(batch, 20, 128).bfloat16(), torch.randn(batch, 128, 72).bfloat16()
+        out = torch.empty(batch, 20, 72, dtype=torch.bfloat16)
+        for _ in range(2):
+            kernel.run(a, b, (), out)
+            grid, values = pop_launch(fake, kernel)
+            assert grid == (2 * 2, batch)
+            assert (values["a_ptr"], values["c_ptr"]) == (a.data_ptr(), out.data_ptr())
+    assert kernel.problem == problem
+    assert set(kernel._of_batches) == {7, 5}
+
+
 def test_launch_passes_scales_and_epilogue_tensors(fake: FakeDriver) -> None:
     steps = (Step("bias", "col", "bfloat16"), Step("silu"), Step("add", "full", "bfloat16"))
     problem = replace(weight_only_problem(5, 64, 256), epilogue=steps)

@@ -1,5 +1,6 @@
 """``gemmtune explain`` for weights with planted plans."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -8,6 +9,7 @@ from msgspec.structs import replace
 from gemmtune.core.decision import Verdict
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
+from gemmtune.core.workloads import bmm_problem
 from gemmtune.store import open_store
 from helpers.command import CommandRunner
 from helpers.factories import make_decision, make_target
@@ -121,6 +123,27 @@ def test_decision_and_plan_are_both_shown(run: CommandRunner, path: Path, target
     open_store(path).put(target, make_decision(PROBLEM, target=target))
     text = run("explain", 8, *WEIGHT, path).out
     assert text.index("outcome: winner") < text.index("plan Mx64x96 fp32")
+
+
+def test_plan_over_the_batch_is_shown_for_its_m(run: CommandRunner, tmp_path: Path, target: Target) -> None:
+    problem, path = bmm_problem(6, 4, 64, 96, "float32"), tmp_path / "s.db"
+    plan = planted_plan(problem, [SMALL, LARGE], {"": [(1, 40, SMALL), (41, 128, LARGE)]}, SIZES, target_key=target.key)
+    store = open_store(path)
+    store.put_plan(target, replace(plan, dim="batch", plan_key=problem.plan_key_over("batch"), counts={6: 2}))
+    store.close()
+    result = run("explain", 4, *WEIGHT, path)
+    lines = [" ".join(line.split()) for line in result.out.splitlines()]
+    assert lines[0].startswith("plan Bx4x64x96 fp32: batch 1-128, 2 kernels in 2 intervals")
+    assert lines[1] == f"served by batch: 1-40: {SMALL.id}, 41-128: {LARGE.id}"
+    assert "batch that a model ran at, with calls: 6 (2)" in lines
+    assert "batch ATen A B serves regret" in lines
+    assert run("explain", 5, *WEIGHT, path).code == 1
+    brief = json.loads(run("explain", 4, *WEIGHT, path, "--json", "--brief").out)
+    assert brief["plans"] == [
+        {"plan": problem.plan_key_over("batch"), "serves": {"unpacked": [[1, 40, SMALL.id], [41, 128, LARGE.id]]}}
+    ]
+    listed = run("store", "ls", "--store", path).out
+    assert "batch 1-128" in " ".join(listed.split())
 
 
 @pytest.mark.parametrize(("m", "weight"), [

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from gemmtune.core.epilogue import Step
-from gemmtune.core.problem import Problem
+from gemmtune.core.problem import Problem, plan_keys_of
 from gemmtune.core.workloads import bmm_problem, build, int_problem, weight_only_problem
 
 NORM, GELU = Step("rms_norm", "inner", "bfloat16", value=1e-6), Step("gelu")
@@ -67,3 +67,25 @@ def test_problem_without_a_norm_is_returned_unchanged() -> None:
 def test_norms_that_no_product_can_have_are_refused(problem: Problem, epilogue: tuple[Step, ...], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         replace(problem, epilogue=epilogue)
+
+
+def test_plan_keys_leave_one_dimension_free() -> None:
+    problem = bmm_problem(3, 2, 24, 32, "bfloat16")
+    assert problem.plan_key == problem.plan_key_over("m")
+    for dim in problem.dims:
+        others = [problem.with_size(dim, size) for size in (1, 70)]
+        assert {other.plan_key_over(dim) for other in others} == {problem.plan_key_over(dim)}
+        assert [other.size(dim) for other in others] == [1, 70]
+    over_m, over_batch = problem.plan_key_over("m"), problem.plan_key_over("batch")
+    assert problem.with_size("batch", 4).plan_key != over_m
+    assert problem.with_m(4).plan_key_over("batch") != over_batch
+    assert plan_keys_of(problem.key) == (over_m, over_batch)
+    assert [plan_keys_of(key) for key in (over_m, over_batch)] == [(over_m,), (over_batch,)]
+
+
+def test_products_without_a_batch_have_a_plan_over_m_only() -> None:
+    problem = build(2, 24, 32, "bf16")
+    assert problem.dims == ("m",)
+    assert plan_keys_of(problem.key) == (problem.plan_key,)
+    with pytest.raises(ValueError, match="mm has no batch"):
+        problem.plan_key_over("batch")

@@ -7,20 +7,23 @@ import os
 import threading
 from collections.abc import Callable, Iterator
 
+import msgspec
 import pytest
 import torch
 
 import gemmtune
 from gemmtune import backends
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.decision import Decision
+from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import PackedWeightError, StoreBusy
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
-from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch import RUNTIME, current_target, policy, runtime
+from gemmtune.core.tuned_plan import PlanInterval
+from gemmtune.core.workloads import bmm_problem, linear_problem
+from gemmtune.dispatch import RUNTIME, current_target, policy, portfolio, runtime
 from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
+from helpers.factories import make_legal_plan
 from helpers.forking import passes_in_forked_child
 from helpers.serving import TOY_RUNS, decide, evidence, register, store_decision, toy
 
@@ -62,6 +65,61 @@ def test_pytorch_serves_ties_and_none_valid(own_store: MemoryStore) -> None:
     own_store.put(current_target(), empty)
     RUNTIME.refresh()
     assert run_linear(2) is None
+
+
+BATCHED = bmm_problem(3, 2, 24, 32, "bfloat16")
+
+
+def store_plan_over_the_batch(store: MemoryStore) -> None:
+    """Store a plan by which a kernel that is not PyTorch's own serves batches from 2 to 9."""
+    plan = make_legal_plan(BATCHED, current_target())
+    kernel = plan.kernels[0].id
+    over_batch = msgspec.structs.replace(
+        plan, dim="batch", plan_key=BATCHED.plan_key_over("batch"), first=2, last=9,
+        intervals={"": (PlanInterval(2, 9, kernel),)},
+    )  # fmt: skip
+    store.put_plan(current_target(), over_batch)
+    RUNTIME.refresh(store)
+
+
+def kernel_at(batch: int, m: int = 2) -> str | None:
+    kernel = RUNTIME.kernel_for(BATCHED.with_m(m).with_size("batch", batch))
+    return None if kernel is None else kernel.candidate.id
+
+
+def test_plan_over_the_batch_serves_its_batches(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(portfolio, "is_plain_op", lambda *_: False)  # so that ATen's own candidate is a kernel
+    store_plan_over_the_batch(own_store)
+    served = kernel_at(2)
+    assert served is not None
+    assert [kernel_at(batch) for batch in (1, 2, 5, 9, 10)] == [None, served, served, served, None]
+    assert kernel_at(5, m=3) is None
+    index = RUNTIME.index()
+    assert [index.has_near(BATCHED.with_size("batch", batch), 1) for batch in (1, 9)] == [False, True]
+    assert RUNTIME.preload(BATCHED, None, torch.device("cpu")) == 1
+
+
+def test_decision_and_plan_over_m_come_before_that_over_the_batch(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portfolio, "is_plain_op", lambda *_: False)
+    store_decision(own_store, BATCHED, evidence(toy(), 0.1), chosen=toy())
+    store_plan_over_the_batch(own_store)
+    assert kernel_at(3) == toy().id
+    assert kernel_at(4) not in (toy().id, None)
+
+
+@pytest.mark.parametrize("key", [BATCHED.with_size("batch", 7).key, BATCHED.plan_key_over("batch")])
+def test_kernel_that_failed_at_a_batch_serves_none(
+    key: str, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(portfolio, "is_plain_op", lambda *_: False)
+    store_plan_over_the_batch(own_store)
+    kernel = kernel_at(5)
+    assert kernel is not None
+    own_store.remember_failure(current_target(), key, kernel, Verdict("wrong"))
+    RUNTIME.refresh(own_store)
+    assert kernel_at(5) is None
 
 
 class BusyStore(MemoryStore):

@@ -53,6 +53,18 @@ def test_batched_kernels_are_correct_for_every_batch_layout_of_torch_bmm(
     torch.cuda.synchronize()
 
 
+@pytest.mark.parametrize(("backend", "template"), BATCHED)
+def test_batched_kernels_are_correct_for_other_batches(backend: str, template: str) -> None:
+    problem = replace(bmm_problem(4, 5, 136, 256, "bfloat16"), b=Operand("bfloat16", Layout("col")))
+    kernel = load_kernel(problem, first_candidate(problem, template, backend))
+    for batch in (4, 1, 33, 4, 300, 33):
+        a = torch.randn(batch, 5, 256, device="cuda").bfloat16()
+        b = torch.randn(batch, 136, 256, device="cuda").bfloat16().mT
+        out = torch.full((batch, 5, 136), float("nan"), dtype=torch.bfloat16, device="cuda")
+        kernel.run(a, b, (), out)
+        torch.testing.assert_close(out.double(), torch.bmm(a.double(), b.double()), rtol=1e-2, atol=0.1)
+
+
 def store_winner(store: MemoryStore, problem: Problem, candidate: Candidate) -> None:
     """Store a decision that makes a candidate serve a Problem on this GPU."""
     target = current_target("cuda")

@@ -317,6 +317,39 @@ def test_two_products_and_the_gate_between_them_are_one(
     assert_same(module, block, *args)
 
 
+def swap_batches(x: Tensor, b: Tensor) -> Tensor:
+    """Return bmm of a product whose M is x's first dimension."""
+    return torch.bmm(x.transpose(0, 1), b)
+
+
+def attend(x: Tensor, b: Tensor) -> Tensor:
+    """Return bmm of a product whose batch is x's first dimension."""
+    return torch.bmm(x, b.expand(x.shape[0], *b.shape[1:]))
+
+
+@pytest.mark.parametrize(("function", "sizes"), [(swap_batches, (5, 3, 16)), (attend, (3, 5, 16))])
+def test_batched_product_of_a_graph_for_every_m_and_for_every_batch(
+    function: Callable[..., Tensor], sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_norms(monkeypatch)
+    b = torch.randn(3 if function is swap_batches else 1, 16, 24, generator=GENERATOR).bfloat16()
+    x = torch.randn(70, *sizes[1:], generator=GENERATOR).bfloat16()
+    module = trace_dynamic(function, x[: sizes[0]], b)
+    assert len(run_pass(monkeypatch, module, constants=())) == 1
+    for count in (1, sizes[0], 2, 70):
+        assert_same(module, function, x[:count], b)
+
+
+def test_batched_product_with_more_symbolic_sizes_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def gram(x: Tensor) -> Tensor:
+        return torch.bmm(x.reshape(-1, 4, 16).transpose(0, 1), x.reshape(4, -1, 16).transpose(1, 2))
+
+    module = trace_dynamic(gram, torch.randn(5, 4, 16, generator=GENERATOR).bfloat16())
+    assert run_pass(monkeypatch, module, constants=()) == []
+
+
 @pytest.mark.parametrize("name", GATES)
 def test_norm_and_gate_of_a_graph_for_all_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_norms(monkeypatch)

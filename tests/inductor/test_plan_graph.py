@@ -237,7 +237,8 @@ def test_symbolic_rows_are_tuned_for_a_range(
     """A norm and a gate for as many rows as kernels compute them; the plan of a product without them serves others."""
     rounds: list[tuple[Any, Any]] = []
 
-    def tune(problems: Any, *_: Any, m: Any, **__: Any) -> list[Any]:
+    def tune(problems: Any, *_: Any, m: Any, batch: Any, **__: Any) -> list[Any]:
+        assert batch is None
         decided[GATES] = 1.9  # and nothing of the residual
         rounds.append((kinds(problems), m))
         return []
@@ -248,3 +249,21 @@ def test_symbolic_rows_are_tuned_for_a_range(
     ProductPass(Options())(dynamic_trace().graph)
     widest = {(64, RESIDUAL), (96, behind_norm)}
     assert rounds == [(widest, "all"), ({(96, GATES)}, range(1, 33)), ({(64, ())}, "all")]
+
+
+def test_symbolic_batch_is_tuned_for_all_batches(
+    decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rounds: list[tuple[Any, ...]] = []
+
+    def tune(problems: Any, *_: Any, m: Any, batch: Any, **__: Any) -> list[Any]:
+        rounds.append((m, batch, [(problem.family, problem.batch, problem.m) for problem, _ in problems]))
+        return []
+
+    def attend(x: Tensor, b: Tensor, w: Tensor) -> Tensor:
+        return F.linear(torch.bmm(x, b.expand(x.shape[0], 64, 64)), w)
+
+    monkeypatch.setattr(graph_pass, "tune_on_device", tune)
+    monkeypatch.setattr(graph_pass, "constant_inputs", lambda graph: frozenset(list(graph.nodes)[2:3]))
+    ProductPass(Options())(trace_dynamic(attend, torch.randn(5, 3, 64).bfloat16(), W.new_zeros(1, 64, 64), W).graph)
+    assert rounds == [(None, "all", [("bmm", 5, 3)]), ("all", None, [("mm", 1, 15)])]

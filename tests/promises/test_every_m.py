@@ -12,9 +12,9 @@ import torch
 import gemmtune
 from gemmtune import backends
 from gemmtune.core.events import Event, PlanDone
-from gemmtune.core.problem import Operand, Problem
+from gemmtune.core.problem import Problem
 from gemmtune.core.tuned_plan import TunedPlan
-from gemmtune.core.workloads import linear_problem
+from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.tuning.verified_sizes import batches_to_verify, sizes_to_verify
@@ -111,8 +111,8 @@ def test_kernels_with_faults_at_some_m_do_not_serve_there() -> None:
     assert_no_fault_is_served(plan)
 
 
-def batched_problem(batch: int, m: int = 4, n: int = 24, k: int = 32) -> Problem:
-    return Problem("bmm", m, n, k, Operand("float32"), Operand("float32"), "float32", batch=batch)
+def batched_problem(batch: int) -> Problem:
+    return bmm_problem(batch, 4, 24, 32, "float32")
 
 
 @pytest.mark.usefixtures("undisturbed")

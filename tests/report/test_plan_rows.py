@@ -2,12 +2,14 @@ from msgspec.structs import replace
 
 from gemmtune.core.decision import Verdict
 from gemmtune.core.tuned_plan import PlanInterval
+from gemmtune.core.workloads import bmm_problem
 from gemmtune.report.plan_rows import (
     cannot_serve,
     intervals_text,
     noise_text,
     plain_kernel,
     plan_document,
+    plan_label,
     plan_line,
     short_names,
     summarize_layouts,
@@ -80,6 +82,22 @@ def test_m_at_which_only_aten_was_timed_is_left_out() -> None:
     assert [row.m for row in times_over_m(plan, "")] == SIZES
     aten = replace(plan, intervals={"": (PlanInterval(1, 128, PLAIN.id),)})
     assert [row.m for row in times_over_m(aten, "")] == SIZES
+
+
+def test_plan_over_the_batch_is_named_so() -> None:
+    problem = bmm_problem(6, 4, 64, 96, "float32")
+    plan = planted_plan(problem, [SMALL, LARGE], {"": [(1, 40, SMALL), (41, 128, LARGE)]}, SIZES, target_key="t")
+    plan = replace(plan, dim="batch", plan_key=problem.plan_key_over("batch"))
+    assert plan_label(plan) == "Bx4x64x96 fp32"
+    assert plan_line(plan) == (
+        "Bx4x64x96 fp32: batch 1-128, 2 kernels in 2 intervals, worst regret 11.1% at batch = 48"
+    )
+    (summary,) = summarize_layouts(plan)
+    assert summary.size == "batch"
+    assert plan_document(plan)["dim"] == "batch"
+    assert noise_text(plan).startswith("+-0.5% in the median over 4 batches")
+    assert verified_text(plan.kernels[0], "batch").startswith("right at 4 batches from 1 to 128")
+    assert verified_text(replace(plan.kernels[0], verified=(7,)), "batch").startswith("right at batch = 7")
 
 
 def test_thinned_rows_have_both_ends_and_the_worst_regret() -> None:

@@ -17,6 +17,7 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Layout, Operand, Problem, Quant
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import PlanInterval, TunedPlan
+from gemmtune.core.workloads import bmm_problem
 from gemmtune.store import schema
 from gemmtune.store.schema import (
     DamagedRecord,
@@ -189,6 +190,29 @@ def test_plan_that_would_serve_what_was_not_verified_is_damaged(change: dict[str
         decode_plan(msgspec.json.encode(plan), TARGET.key, PROBLEM.plan_key)
     with pytest.raises(ValueError, match=re.escape(fault)):
         encode_plan(plan)
+
+
+BATCHED = bmm_problem(3, 2, 24, 32, "bfloat16")
+
+
+@pytest.mark.parametrize(("problem", "key", "change", "fault"), [
+    (BATCHED, BATCHED.plan_key_over("batch"), {"dim": "m"}, "the problem's own plan key is"),
+    (BATCHED, BATCHED.plan_key, {"dim": "batch"}, "the problem's own plan key is"),
+    (PROBLEM, PROBLEM.plan_key, {"dim": "batch"}, "has no batch"),
+    (PROBLEM, PROBLEM.plan_key, {"dim": "k"}, "dim"),
+    (BATCHED, BATCHED.plan_key_over("batch"), {"dim": "batch"}, "serves unpacked weights only"),
+])  # fmt: skip
+def test_plan_of_another_dimension_is_damaged(problem: Problem, key: str, change: dict[str, Any], fault: str) -> None:
+    plan = msgspec.structs.replace(make_plan(problem), plan_key=key, **change)
+    with pytest.raises(DamagedRecord, match=re.escape(fault)):
+        decode_plan(msgspec.json.encode(plan), TARGET.key, key)
+
+
+def test_plan_over_the_batch_is_stored_and_read() -> None:
+    plan = make_plan(BATCHED)
+    raw = {"": plan.intervals[""]}
+    plan = msgspec.structs.replace(plan, plan_key=BATCHED.plan_key_over("batch"), dim="batch", intervals=raw)
+    assert decode_plan(encode_plan(plan), TARGET.key, plan.plan_key) == plan
 
 
 @pytest.mark.parametrize(("change", "fault"), OTHER_FAULTS.values(), ids=OTHER_FAULTS.keys())

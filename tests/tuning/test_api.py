@@ -19,7 +19,7 @@ from gemmtune.core.decision import Decision
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
-from gemmtune.core.workloads import linear_problem
+from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.store import MemoryStore
 from gemmtune.tuning.api import tune_missing, tune_on_device
@@ -86,6 +86,30 @@ def test_config_key_is_passed_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("gemmtune.tuning.plan_tuner.PlanTuner", FakePlanTuner)
     gemmtune.tune(linear_problem(1, 5, 4, "float32"), m="all", config_key=abs, store=MemoryStore())
     assert seen == [abs]
+
+
+def test_batched_products_are_tuned_over_their_batch_and_others_over_m(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[tuple[Any, ...]] = []
+
+    class FakePlanTuner:
+        def __init__(self, tuner: Any, *_: Any, dim: str, config_key: Any, **options: Any) -> None:
+            self.dim, self.config_key = dim, config_key
+
+        def tune(self, problems: Any, sizes: Any, pool: Any) -> tuple[list[Decision], list[Any]]:
+            seen.append((self.dim, self.config_key, sizes, [problem.family for problem, _ in problems]))
+            return [], []
+
+    monkeypatch.setattr("gemmtune.tuning.plan_tuner.PlanTuner", FakePlanTuner)
+    plain, batched = linear_problem(1, 5, 4, "float32"), bmm_problem(3, 1, 5, 4, "float32")
+    store, problems = MemoryStore(), [batched, plain]
+    gemmtune.tune(problems, m="all", batch=range(1, 9), config_key="power_of_2", store=store)
+    assert seen == [("m", "power_of_2", "all", ["mm"]), ("batch", None, range(1, 9), ["bmm"])]
+    seen.clear()
+    assert [d.problem["family"] for d in gemmtune.tune(problems, batch="all", store=store)] == ["mm"]
+    assert seen == [("batch", None, "all", ["bmm"])]
+    seen.clear()
+    gemmtune.tune(problems, m="all", store=store)
+    assert seen == [("m", None, "all", ["bmm", "mm"])]
 
 
 @pytest.mark.parametrize(("config_key", "m", "error"), [

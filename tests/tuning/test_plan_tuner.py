@@ -18,10 +18,10 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import StoreError, WorkerError
 from gemmtune.core.events import Event, PlanDone
-from gemmtune.core.problem import Dim, Operand, Problem
+from gemmtune.core.problem import Dim, Problem
 from gemmtune.core.target import Target
 from gemmtune.core.tuned_plan import TunedPlan
-from gemmtune.core.workloads import linear_problem
+from gemmtune.core.workloads import bmm_problem, linear_problem
 from gemmtune.dispatch import current_target
 from gemmtune.store import MemoryStore
 from gemmtune.tuning import plan_session, plan_tuner
@@ -220,7 +220,7 @@ def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: Mem
 # --- stored plans
 
 
-BATCHED = Problem("bmm", 4, 24, 32, Operand("float32"), Operand("float32"), "float32", batch=6)
+BATCHED = bmm_problem(6, 4, 24, 32, "float32")
 BATCHED_PLAIN = AtenBackend().default_candidate(BATCHED)
 
 

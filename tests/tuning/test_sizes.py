@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.devices import TuningProfile
-from gemmtune.core.problem import Operand, Problem
+from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import bmm_problem
 from gemmtune.tuning.sizes import SizeRange, parse_sizes
 
 CPU = TuningProfile()
@@ -38,7 +39,7 @@ def test_size_range_of_each_form(
     assert parse_sizes(m, profile, recorded) == expected
 
 
-BATCHED = Problem("bmm", 16, 64, 32, Operand("float32"), Operand("float32"), "float32", batch=4)
+BATCHED = bmm_problem(4, 16, 64, 32, "float32")
 GIANT = replace(BATCHED, n=4096, k=4096)  # a matrix takes 64 MB
 HUGE = replace(BATCHED, n=8192, k=8192)  # a matrix takes more than the profile's limit
 

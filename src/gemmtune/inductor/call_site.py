@@ -57,7 +57,8 @@ class CallSite:
         else:
             self._merged, self._packed = shared._merged, shared._packed
             self._scales, self._zero_points = shared._scales, shared._zero_points
-        self._runs: dict[int, Run] = {}
+        self._is_batched = self.call.problem.is_batched
+        self._runs: dict[Any, Run] = {}  # by M, or by batch and M
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
@@ -83,16 +84,26 @@ class CallSite:
             CAPTURE_FACTS.inductor_signals = False
 
     def _run_for(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
-        """Return the function that serves the M of ``a`` now. aux: the epilogue's tensors, one for each step."""
+        """Return the function that serves the M of ``a``, and its batch, now. aux: the epilogue's tensors, one for each
+        step."""
         if self._generation != RUNTIME.generation:
             self._runs.clear()
             self._generation = RUNTIME.generation
-        return self._runs.get(a.shape[-2]) or self._prepare(out, a, weights, aux)
+        return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
+
+    def _size_of(self, a: Tensor) -> Any:
+        """Return what the function that serves ``a`` depends on: M, or the batch and M."""
+        return a.shape[:2] if self._is_batched else a.shape[0]
+
+    def _problem_of(self, a: Tensor) -> Problem:
+        """Return the Problem with the M of ``a``, and its batch."""
+        problem = self.call.problem.with_m(a.shape[-2])
+        return problem.with_size("batch", a.shape[0]) if self._is_batched else problem
 
     def _prepare(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return the function that serves this M, and remember it unless CUDA graphs are being captured: what serves
         meanwhile are loaded kernels only."""
-        problem = self.call.problem.with_m(a.shape[-2])
+        problem = self._problem_of(a)
         if problem.is_empty or not out.numel():
             return self._plain(a, weights, aux)
         if self._simpler is not None and self._serving(a) is not self:
@@ -102,7 +113,7 @@ class CallSite:
         if not devices.is_capturing(a.device):
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
-            self._runs[a.shape[-2]] = run
+            self._runs[self._size_of(a)] = run
         return run
 
     def _serving(self, a: Tensor) -> CallSite:
@@ -111,7 +122,7 @@ class CallSite:
         index = RUNTIME.index(a.device)
         site: CallSite | None = self
         while site is not None:
-            if index.has_near(site.call.problem.with_m(a.shape[-2]), 1):  # this M itself, or a range that contains it
+            if index.has_near(site._problem_of(a), 1):  # this M itself, or a range that contains it
                 return site
             site = site._simpler
         return self
@@ -157,7 +168,7 @@ class CallSite:
         return self._scales.get(weights[parts : 2 * parts]), zero_point
 
     def _described(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Call:
-        problem = self.call.problem.with_m(a.shape[-2])
+        problem = self._problem_of(a)
         return Call(problem, a, b, tuple(aux), problem.out_shape)
 
     def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
@@ -187,7 +198,7 @@ class CallSite:
     def _packed_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run | None:
         """Return a function by a kernel for packed weights; None where the raw weights are served faster, or cannot be
         packed."""
-        problem = self.call.problem.with_m(a.shape[-2])
+        problem = self._problem_of(a)
         if not problem.b.constant or any(weight.is_inference() for weight in weights) or self._packed.changes_often:
             return None
         if RUNTIME.policy == "off":

@@ -69,8 +69,7 @@ def layouts_of(problem: Problem, device: torch.device) -> list[str | None]:
 
 def cost_of(problem: Problem, device: torch.device) -> Cost | None:
     """Return the cost of what serves a Problem on a device by the store's decisions; None if it was not tuned."""
-    index = RUNTIME.index(device)
-    tuned, packing = index.tuned_plan(problem.plan_key), layouts_of(problem, device)[0]
+    index, packing = RUNTIME.index(device), layouts_of(problem, device)[0]
     point = next((p for p in index.points(problem.plan_key) if p.m == problem.m), None)
     if point is not None:
         option = point.options.get(packing) or point.options.get(None)
@@ -79,11 +78,12 @@ def cost_of(problem: Problem, device: torch.device) -> Cost | None:
             own = option.candidate.backend != "aten" or packing is not None
             return Cost(option.seconds, own, option.candidate.id)
         return Cost(plain, False) if math.isfinite(plain) else None
-    if tuned is not None and tuned.first <= problem.m <= tuned.last:
-        kernel = tuned.serving(problem.m, packing or "")
+    for dim in problem.dims:
+        tuned, size = index.tuned_plan(problem.plan_key_over(dim)), problem.size(dim)
+        kernel = None if tuned is None else tuned.serving(size, packing or "")
         if kernel is not None and kernel.times:
-            nearest = min(kernel.times, key=lambda m: abs(math.log(m / problem.m)))
-            seconds = kernel.times[nearest] * max(1.0, problem.m / nearest)
+            nearest = min(kernel.times, key=lambda timed: abs(math.log(timed / size)))
+            seconds = kernel.times[nearest] * max(1.0, size / nearest)
             return Cost(seconds, kernel.candidate.get("backend") != "aten", kernel.id)
     return None
 

@@ -16,7 +16,7 @@ from torch import fx
 
 from .. import __version__
 from ..core import devices
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..dispatch.runtime import RUNTIME
 from ..tuning.api import start_workers, tune_on_device
 from ..tuning.sizes import Sizes
@@ -127,13 +127,13 @@ class ProductPass(CustomGraphPass):
         store = RUNTIME.store()
         if not missing or store is None:
             return bool(missing)
-        free = [(problem, count) for problem, count in missing if problem.plan_key in dynamic]
-        fixed = [(problem, count) for problem, count in missing if problem.plan_key not in dynamic]
+        free = [(problem, count) for problem, count in missing if _free_dim(problem, dynamic) is not None]
+        fixed = [(problem, count) for problem, count in missing if _free_dim(problem, dynamic) is None]
         with outside_of_compilation():
             pool = self._pools.pop(device, None) or start_workers(device, store)
         with closing(pool):
             while free:
-                self._tune_dynamic(free, device, pool)
+                self._tune_dynamic(free, device, pool, dynamic)
                 free = self._untuned(_only(others(), dynamic, True), device, dynamic)
             if fixed:
                 more = functools.partial(self._other_problems, plan, device, dynamic)
@@ -145,11 +145,16 @@ class ProductPass(CustomGraphPass):
                 self._tune_now(fixed, device, pool, more=more, expected=expected)
         return True
 
-    def _tune_dynamic(self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool) -> None:
+    def _tune_dynamic(
+        self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool, dynamic: Collection[str]
+    ) -> None:
         """Tune Problems with a symbolic M for the M of the options; those with a norm or a gate that kernels compute
-        for few rows only, for these."""
+        for few rows only, for these; and those with a symbolic batch for all batches. dynamic: their plan keys."""
+        over_batch = [pair for pair in problems if _free_dim(pair[0], dynamic) == "batch"]
+        if over_batch:
+            self._tune_now(over_batch, device, pool, batches="all")
         by_rows: dict[int, list[tuple[Problem, int]]] = {}
-        for problem, count in problems:
+        for problem, count in (pair for pair in problems if pair not in over_batch):
             _, rows = problems_by_rows(problem, device)[0]
             by_rows.setdefault(rows, []).append((problem, count))
         every_m: Sizes = self.options.multi_kernel_hints or "all"
@@ -164,8 +169,9 @@ class ProductPass(CustomGraphPass):
         for (ran_on, problem), count in problems.items():
             if ran_on != device or problem.key in self.asked:
                 continue
-            if problem.plan_key in dynamic:
-                is_tuned = index.tuned_plan(problem.plan_key) is not None
+            dim = _free_dim(problem, dynamic)
+            if dim is not None:
+                is_tuned = index.tuned_plan(problem.plan_key_over(dim)) is not None
             else:
                 is_tuned = cost_of(problem, device) is not None or _is_decided(problem, device)
             if not is_tuned:
@@ -185,6 +191,7 @@ class ProductPass(CustomGraphPass):
 
     def _tune_now(
         self, problems: list[tuple[Problem, int]], device: torch.device, pool: WorkerPool, sizes: Sizes | None = None,
+        batches: Sizes | None = None,
         more: Callable[[], list[tuple[Problem, int]]] | None = None, expected: Sequence[Problem] = (),
     ) -> None:  # fmt: skip
         store = RUNTIME.store()
@@ -195,11 +202,11 @@ class ProductPass(CustomGraphPass):
                 tune_on_device,
                 device=device, store=store, budget=self.options.budget, backends=self.options.backends, pool=pool,
             )  # fmt: skip
-            decisions = tune(problems, m=sizes, more=more, expected=expected)
+            decisions = tune(problems, m=sizes, batch=batches, more=more, expected=expected)
             # PyTorch's operators would serve these for as long as this process lives. Where most are undecided, the
             # machine is still busy.
             undecided = [Problem.from_dict(d.problem) for d in decisions if d.outcome == "inconclusive"]
-            if sizes is None and 0 < 2 * len(undecided) <= len(decisions):
+            if sizes is None and batches is None and 0 < 2 * len(undecided) <= len(decisions):
                 log.info("tuning %d problems again, since the machine was busy", len(undecided))
                 decided = [decision for decision in decisions if decision.outcome != "inconclusive"]
                 decisions = decided + tune([(problem, 1) for problem in undecided])
@@ -239,8 +246,14 @@ def decisions_digest() -> str:
 
 
 def _only(problems: Problems, dynamic: Collection[str], is_dynamic: bool) -> Problems:
-    """Return the Problems that need a plan for a range of M, or the others. dynamic: the plan keys of the former."""
-    return {key: count for key, count in problems.items() if (key[1].plan_key in dynamic) is is_dynamic}
+    """Return the Problems that need a plan for a range of M or of the batch, or the others. dynamic: the plan keys of
+    the former."""
+    return {key: count for key, count in problems.items() if (_free_dim(key[1], dynamic) is not None) is is_dynamic}
+
+
+def _free_dim(problem: Problem, dynamic: Collection[str]) -> Dim | None:
+    """Return the dimension whose plan key of the Problem is in ``dynamic``; None where neither is."""
+    return next((dim for dim in problem.dims if problem.plan_key_over(dim) in dynamic), None)
 
 
 def _is_decided(problem: Problem, device: torch.device) -> bool:

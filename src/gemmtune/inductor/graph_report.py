@@ -115,8 +115,10 @@ def _report(product: Product, form: Form | None) -> ProductReport:
 
 
 def _label(product: Product, problem: Problem) -> str:
-    """Return a Problem in short. Where M is symbolic, the times of a report are those at the Problem's M."""
-    return f"{label(problem)} (and all other M)" if product.is_dynamic else label(problem)
+    """Return a Problem in short. Where M, or the batch, is symbolic, the times of a report are those at the
+    Problem's."""
+    others = "M" if product.dim == "m" else "batches"
+    return f"{label(problem)} (and all other {others})" if product.is_dynamic else label(problem)
 
 
 def _nodes(product: Product, length: int, *, normed: bool = False) -> tuple[str, ...]:

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from .. import fuse
 from ..core.devices import is_host
 from ..core.errors import GemmtuneError
-from ..core.problem import Problem
+from ..core.problem import Dim, Problem
 from ..fuse import BoundStep
 from ..ops.bmm import describe as describe_bmm
 from ..ops.int_mm import describe as describe_int_mm
@@ -54,12 +54,13 @@ class Product:
 
     node: what computes it. a: the activations' node [M, K] ([batch, M, K]). weights: the nodes behind ``a``
     (``graph_call.Form``). describe: makes the Problem with these steps behind the operator's own. rows, columns: of the
-    result; rows may be symbolic. steps: those that belong to the operator itself (a bias, scales). aux: the nodes of
-    their tensors. aux_in_parts: which of them is a constant vector of the columns, of which merged products have one
-    after the other. chain: the operations that follow (``epilogues.links``). fixed: how many of them, the first ones,
-    belong to the Problem in any case. norm: the norm whose result ``a`` is, if the kernel may compute it.
-    rounds_weight: whether eager PyTorch rounds a dequantised weight, or its scales, where the Problem does not.
-    torch_s: returns the seconds of PyTorch's operator, or None, where it takes part in no race.
+    result; rows may be symbolic. batch: the number of products; it may be symbolic, unless rows are. steps: those that
+    belong to the operator itself (a bias, scales). aux: the nodes of their tensors. aux_in_parts: which of them is a
+    constant vector of the columns, of which merged products have one after the other. chain: the operations that follow
+    (``epilogues.links``). fixed: how many of them, the first ones, belong to the Problem in any case. norm: the norm
+    whose result ``a`` is, if the kernel may compute it. rounds_weight: whether eager PyTorch rounds a dequantised
+    weight, or its scales, where the Problem does not. torch_s: returns the seconds of PyTorch's operator, or None,
+    where it takes part in no race.
     """
 
     node: fx.Node
@@ -77,12 +78,18 @@ class Product:
     norm: Norm | None = None
     rounds_weight: bool = False
     torch_s: Callable[[], float | None] | None = None
+    batch: Any = 1
     _problems: dict[int, Problem] = dataclasses.field(default_factory=dict)
 
     @property
     def is_dynamic(self) -> bool:
-        """Whether M is symbolic."""
-        return is_dynamic([self.rows])
+        """Whether M, or the batch, is symbolic."""
+        return is_dynamic([self.rows, self.batch])
+
+    @property
+    def dim(self) -> Dim:
+        """The dimension that may be symbolic."""
+        return "batch" if is_dynamic([self.batch]) else "m"
 
     @property
     def source(self) -> fx.Node:
@@ -271,13 +278,16 @@ def _bmm(node: fx.Node, constants: Collection[fx.Node]) -> Product:
     a, b = _two_arguments(node)
     x, y, value = _values_of(a, b, node)
     _require_float(x)
-    if is_dynamic(value.shape):
-        raise NoProblemError(f"a size of a batched product is symbolic: its result is {list(value.shape)}")
+    batch, rows, _ = value.shape
+    if is_dynamic(sizes_of(b)[1:]):
+        raise NoProblemError(f"K or N is symbolic: b is {list(sizes_of(b))}")
+    if is_dynamic([batch]) and is_dynamic([rows]):
+        raise NoProblemError(f"M and the batch are symbolic: the result is {list(value.shape)}")
 
     def describe(steps: Sequence[BoundStep]) -> Problem:
         return describe_bmm(x, y).problem
 
-    return Product(node, a, (b,), "matrix", describe, value.shape[1], y.shape[2])
+    return Product(node, a, (b,), "matrix", describe, rows, y.shape[2], batch=batch)
 
 
 def _int_mm(node: fx.Node, constants: Collection[fx.Node]) -> Product:

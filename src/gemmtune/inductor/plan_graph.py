@@ -113,9 +113,9 @@ class GraphPlan:
 
     @property
     def dynamic_keys(self) -> set[str]:
-        """The plan keys of the Problems whose M is symbolic."""
+        """The plan keys of the Problems whose M, or batch, is symbolic."""
         dynamic = (candidate for candidate in self._candidates if candidate.products[0].is_dynamic)
-        return {problem.plan_key for candidate in dynamic for problem in candidate.problems}
+        return {problem.plan_key_over(each.products[0].dim) for each in dynamic for problem in each.problems}
 
     def first_problems(self) -> Problems:
         """Return the Problems to tune first, by device, with the number of products that they stand for: of the form of

@@ -63,7 +63,9 @@ def parse_sizes(
         first, last, hints = 1, max(usual_last, *recorded, 1), list(recorded)
     elif isinstance(m, range):
         if m.step != 1 or len(m) == 0 or m.start < 1:
-            raise ValueError(f"a range of {_NAMES[dim]} must have step 1, begin at 1 or later and not be empty; got {m!r}")
+            raise ValueError(
+                f"a range of {_NAMES[dim]} must have step 1, begin at 1 or later and not be empty; got {m!r}"
+            )
         first, last = m.start, m.stop - 1
         hints = [size for size in recorded if first <= size <= last]
     else:
