@@ -62,6 +62,20 @@ def test_call_count_ignores_a_slow_first_call(gpu: FakeGpu) -> None:
     assert CudaClock(gpu).calls_for(lambda i: (slow if first_s and first_s.pop() else plain)(i), FLOOR_S) in (10, 11)
 
 
+@pytest.mark.parametrize(("launch_s", "most"), [(5e-6, 6), (200e-6, 6)])
+def test_calls_are_counted_by_few_of_them(gpu: FakeGpu, launch_s: float, most: int) -> None:
+    """Where a pause hid their launching: a launch of 200 us takes longer than the first pause."""
+    launched: list[int] = []
+    kernel = gpu.kernel(10e-6, launch_s)
+
+    def run(index: int) -> None:
+        launched.append(index)
+        kernel(index)
+
+    assert CudaClock(gpu).calls_for(run, FLOOR_S) == pytest.approx(50, abs=1)
+    assert len(launched) <= most
+
+
 def test_graph_times_exclude_launch_overhead(gpu: FakeGpu) -> None:
     """The kernels take 5 and 20 us, and their launches take the host ten times as long."""
     clock, runs = CudaClock(gpu), [gpu.kernel(5e-6, 50e-6), gpu.kernel(20e-6, 200e-6)]

@@ -277,17 +277,22 @@ def predict_kernels(
     weights = point_weights(Curves(sizes.first, sizes.last, {"": dict.fromkeys(grid, 0.0)}, counts=counts))
     supporting = {m: {_Template.of(kernel.candidate, kernel.packing) for kernel in listed[m]} for m in listed_at}
     supported = {m: supporting[min(listed_at, key=lambda size: abs(size - m))] for m in grid}
-    seconds = {
-        kernel.id: {m: model.seconds(kernel, m, supported[m]) for m in grid} for kernel in (*pool, *options.values())
-    }
-    best = {(k.packing, m): math.inf for k in pool for m in grid}
+    seconds = {kernel.id: model.seconds(kernel, supported) for kernel in (*pool, *options.values())}
+    best = {kernel.packing: dict.fromkeys(grid, math.inf) for kernel in pool}
+
+    def add(kernel: PoolKernel) -> None:
+        """Count a kernel among those that there are."""
+        least, own = best[kernel.packing], seconds[kernel.id]
+        best[kernel.packing] = {m: min(least[m], own[m]) for m in grid}
+
     for kernel in pool:
-        best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[kernel.id][m]) for m in grid}
+        add(kernel)
         options.pop(kernel.id, None)
 
     def gains_of(kernel: PoolKernel) -> dict[int, float]:
         """Return the gain of a kernel, weighted, at the M where it is worth counting."""
-        gains = {m: _gain(best[kernel.packing, m], seconds[kernel.id][m]) for m in grid}
+        least, own = best[kernel.packing], seconds[kernel.id]
+        gains = {m: _gain(least[m], own[m]) for m in grid}
         return {m: weights[m] * gain for m, gain in gains.items() if gain > _LEAST_GAIN}
 
     chosen: list[PoolKernel] = []
@@ -304,7 +309,7 @@ def predict_kernels(
         kernel = options.pop(name)
         del worth[name]
         kernel.predicted_for = _sizes_to_time(sorted(gains, key=lambda m: -gains[m]))
-        best |= {(kernel.packing, m): min(best[kernel.packing, m], seconds[name][m]) for m in grid}
+        add(kernel)
         chosen.append(kernel)
     variants = (_variant(kernel, options.values(), seconds) for kernel in chosen[:_VARIED])
     return chosen + [variant for variant in variants if variant is not None]
@@ -356,6 +361,8 @@ class _TimeModel:
     def __init__(self, problem: Problem, target: Target, decisions: Sequence[Decision], sizes: SizeRange) -> None:
         self._target = target
         self._at = functools.cache(functools.partial(sizes.at, problem))
+        self._estimates = _estimates_of(problem.plan_key_over(sizes.dim), target)
+        self._nearest_to: dict[tuple[_Template, int], int] = {}
         ratios: dict[_Template, dict[int, list[float]]] = {}
         of_variants: dict[tuple[_Template, int, _Config], list[float]] = {}
         for decision in decisions:
@@ -371,18 +378,40 @@ class _TimeModel:
         self.scales = {template: {m: median(values) for m, values in by_m.items()} for template, by_m in ratios.items()}
         self._variants = {key: median(values) for key, values in of_variants.items()}
 
-    def seconds(self, kernel: PoolKernel, m: int, templates: Collection[_Template]) -> float:
-        """Return the expected seconds of a kernel at M; infinite unless its template is one of ``templates``, those
-        that have candidates there: the estimates of the others were made for other M."""
+    def seconds(self, kernel: PoolKernel, supported: Mapping[int, Collection[_Template]]) -> dict[int, float]:
+        """Return the expected seconds of a kernel by M. supported: the templates that have candidates at each M;
+        without the kernel's its time is infinite, since its estimates were made for other M."""
         template = _Template.of(kernel.candidate, kernel.packing)
-        if template not in templates:
-            return math.inf
-        scales = self.scales[template]
-        backend = backends.get(kernel.candidate.backend)
-        estimate = backend.estimated_s(self._at(m), kernel.candidate, self._target)
-        nearest = min(scales, key=lambda tuned: abs(math.log(tuned / m)))
-        scale = self._variants.get((template, nearest, _apart_from_tile(kernel.candidate)), scales[nearest])
-        return math.inf if not estimate else scale * estimate
+        variant, scales = _apart_from_tile(kernel.candidate), self.scales.get(template, {})
+        scale_at = {m: self._variants.get((template, m, variant), scale) for m, scale in scales.items()}
+        return {
+            m: scale_at[self._nearest(template, m)] * self._estimated_s(kernel.candidate, m)
+            if template in templates
+            else math.inf
+            for m, templates in supported.items()
+        }
+
+    def _nearest(self, template: _Template, m: int) -> int:
+        """Return the tuned M nearest to M at which the template was timed."""
+        key = template, m
+        if key not in self._nearest_to:
+            self._nearest_to[key] = min(self.scales[template], key=lambda tuned: abs(math.log(tuned / m)))
+        return self._nearest_to[key]
+
+    def _estimated_s(self, candidate: Candidate, m: int) -> float:
+        """Return the backend's estimate of a candidate's seconds at M; infinite where it has none."""
+        key = candidate, m
+        if key not in self._estimates:
+            estimate = backends.get(candidate.backend).estimated_s(self._at(m), candidate, self._target)
+            self._estimates[key] = estimate or math.inf
+        return self._estimates[key]
+
+
+@functools.lru_cache(maxsize=2)
+def _estimates_of(plan_key: str, target: Target) -> dict[tuple[Candidate, int], float]:
+    """Return the estimates of one weight's kernels so far, by candidate and M: ``expected_kernels`` is called twice for
+    a weight, and asks for some 40,000 of them."""
+    return {}
 
 
 def _gain(before_s: float, seconds: float) -> float:
