@@ -43,7 +43,8 @@ def blas(monkeypatch: pytest.MonkeyPatch) -> FakeBlas:
 
 def load(problem: Problem, rank: int = 0, m: int | None = None) -> Kernel:
     """Return the kernel of the algorithm at a rank for ``m`` rows, the problem's own M by default."""
-    candidate = Candidate.make("cublaslt", "ranked", m=m or problem.m, rank=rank)
+    sizes = {dim: problem.size(dim) for dim in problem.dims}
+    candidate = Candidate.make("cublaslt", "ranked", **{**sizes, "m": m or problem.m}, rank=rank)
     return BACKEND.load(Artifact(candidate, ""), problem)
 
 
@@ -291,6 +292,16 @@ def test_descriptors_are_destroyed_with_their_kernel(blas: FakeBlas) -> None:
     del kernel
     gc.collect()  # a launch that may copy its operands refers to itself
     assert {descriptor.kind for descriptor in blas.descriptors.values()} == {"destroyed"}
+
+
+def test_batched_products_name_the_batch_that_algorithms_are_ranked_for(blas: FakeBlas) -> None:
+    problem = bmm_problem(3, 5, 24, 40, "bfloat16")
+    first = legal_candidates(BACKEND, problem)[0]
+    assert first.id == "cublaslt/ranked[batch=3,m=5,rank=0]"
+    other = problem.with_size("batch", 8)
+    assert BACKEND.why_illegal(other, first, H200)
+    kernel = BACKEND.load(Artifact(first, ""), other)  # a plan over the batch
+    check(other, kernel)
 
 
 def test_kernel_serves_other_batches(blas: FakeBlas, monkeypatch: pytest.MonkeyPatch) -> None:

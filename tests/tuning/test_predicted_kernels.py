@@ -13,8 +13,8 @@ from gemmtune import backends
 from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
-from gemmtune.core.problem import Problem
-from gemmtune.core.workloads import build
+from gemmtune.core.problem import Dim, Problem
+from gemmtune.core.workloads import bmm_problem, build
 from gemmtune.testing import hostile_backend
 from gemmtune.tuning import predicted_kernels
 from gemmtune.tuning.plan_pool import PoolKernel, kernel_pool
@@ -332,15 +332,19 @@ def test_a_backend_that_does_not_name_layouts_has_no_expected_kernels(monkeypatc
 INT8 = PROBLEM_OF_DTYPE["int8"]
 
 
-def ranks_at(m: int, *ranks: int) -> Decision:
-    """Return a Decision that timed some of cuBLASLt's ranks, the first one fastest."""
-    rows = []
+BATCHED = bmm_problem(8, 16, 256, 512, "bfloat16")
+
+
+def ranks_at(m: int, *ranks: int, problem: Problem = INT8, dim: Dim = "m") -> Decision:
+    """Return a Decision that timed some of cuBLASLt's ranks, the first one fastest, at an M or at a batch."""
+    problem, rows = problem.with_size(dim, m), []
     for position, rank in enumerate(ranks):
-        candidate = Candidate.make("cublaslt", "ranked", m=m, rank=rank)
+        sizes = {name: problem.size(name) for name in problem.dims}
+        candidate = Candidate.make("cublaslt", "ranked", **sizes, rank=rank)
         seconds = (1.0 + position) * 1e-5
         sample = Sample(seconds, seconds, seconds, 50, 0.5, 0.49, 0.51)
         rows.append(Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample))
-    return decide(INT8.with_m(m), *rows)
+    return decide(problem, *rows)
 
 
 def listed(decisions: Sequence[Decision], sizes: SizeRange = SIZES, without: Sequence[str] = ()) -> list[PoolKernel]:
@@ -357,6 +361,17 @@ def test_a_library_lists_its_kernels_for_m_between_the_tuned_ones_and_for_the_la
     decisions = [ranks_at(m, 1) for m in TUNED]
     assert [k.id for k in expected_kernels(INT8, H200, decisions, SIZES, {})] == [kernel.id for kernel in kernels]
     assert [k.id for k in listed(decisions, without=[kernels[0].id])] == [kernel.id for kernel in kernels[1:]]
+
+
+def test_a_library_lists_its_kernels_for_batches_between_the_tuned_ones() -> None:
+    sizes = SizeRange(1, 1024, (1, 16, 128), dim="batch")
+    decisions = [ranks_at(batch, 1, problem=BATCHED, dim="batch") for batch in sizes.tuned]
+    kernels = [k for k in expected_kernels(BATCHED, H200, decisions, sizes, {}) if k.candidate.backend == "cublaslt"]
+    assert [kernel.tuned_m for kernel in kernels] == [batch for batch in (3, 7, 46, 1024) for _ in range(8)]
+    assert all(kernel.candidate["batch"] == kernel.tuned_m and kernel.candidate["m"] == 16 for kernel in kernels)
+    assert all(kernel.tile_rows == 1 for kernel in kernels)
+    expected = {kernel.tuned_m: kernel.predicted_for for kernel in kernels}
+    assert expected == {3: {2, 3, 5}, 7: {5, 7, 11}, 46: {27, 46, 77}, 1024: {362, 1024}}
 
 
 def test_a_library_lists_kernels_beside_the_m_at_which_it_is_fast() -> None:

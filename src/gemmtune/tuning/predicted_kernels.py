@@ -88,8 +88,7 @@ def expected_kernels(
     if not limit:
         return kernels_for_last_size(problem, target, pool, sizes, without)
     expected = [
-        # Libraries are asked for their kernels at other numbers of rows.
-        *(kernels_of_libraries(problem, target, pool, sizes, without) if sizes.dim == "m" else ()),
+        *kernels_of_libraries(problem, target, pool, sizes, without),
         *kernels_with_other_clusters(problem, target, pool, sizes, without),
         *kernels_of_other_templates(problem, target, decisions, pool, sizes, without),
         *predict_kernels(problem, target, decisions, pool, sizes, counts, without, limit),
@@ -157,10 +156,10 @@ def kernels_of_libraries(
     for a, b in itertools.pairwise(ends):
         is_fast = {kernel.candidate.backend for kernel in pool if kernel.fast_at & {a, b}}
         libraries = [name for name in sorted(is_fast) if backends.get(name).lists_by_m]
-        listed = _listed_sizes(a, b, b in sizes.tuned)
+        listed = _listed_sizes(a, b, b in sizes.tuned, _ROW_STEP if sizes.dim == "m" else 1)
         for m, (below, above) in listed.items() if libraries else ():
             near = {m, round(math.sqrt(below * m)), round(math.sqrt(m * above))}
-            for kernel in _kernels_listed_at(problem.with_m(m), target, libraries):
+            for kernel in _kernels_listed_at(problem, sizes, m, target, libraries):
                 if kernel.id not in without:
                     kernel.predicted_for = {size for size in near if size not in sizes.tuned}
                     kernels.append(kernel)
@@ -228,23 +227,26 @@ def kernels_of_other_templates(
     return list(by_template.values())
 
 
-def _listed_sizes(a: int, b: int, b_is_tuned: bool) -> dict[int, tuple[int, int]]:
+def _listed_sizes(a: int, b: int, b_is_tuned: bool, step: int) -> dict[int, tuple[int, int]]:
     """Return the M between ``a`` and ``b`` for which libraries are asked, each with the next such M or end on either
-    side. They are about a factor of ``_APART`` from each other, multiples of ``_ROW_STEP``. ``b`` is among them if the
+    side. They are about a factor of ``_APART`` from each other, multiples of ``step``. ``b`` is among them if the
     gap is wide, unless it is tuned."""
     count = (round(math.log(b / a) / math.log(_APART)) if b > a else 0) - 1
     ratios = [(b / a) ** (i / (count + b_is_tuned)) for i in range(1, count + 1)]
-    inside = [_ROW_STEP * math.ceil(a * ratio / _ROW_STEP) for ratio in ratios]
-    inside = [m for m in inside if _ROW_STEP < m < b] + ([] if b_is_tuned or count < 1 else [b])
+    inside = [step * math.ceil(a * ratio / step) for ratio in ratios]
+    inside = [m for m in inside if max(step, a) < m < b] + ([] if b_is_tuned or count < 1 else [b])
     return {m: (below, above) for below, m, above in zip([a, *inside], inside, [*inside[1:], b], strict=False)}
 
 
-def _kernels_listed_at(problem: Problem, target: Target, libraries: Sequence[str]) -> list[PoolKernel]:
-    """Return all kernels that some backends list for a Problem."""
+def _kernels_listed_at(
+    problem: Problem, sizes: SizeRange, m: int, target: Target, libraries: Sequence[str]
+) -> list[PoolKernel]:
+    """Return all kernels that some backends list for the Problem at M."""
+    at_m = sizes.at(problem, m)
     return [
-        PoolKernel.of(candidate, problem.m, backends.get(name).packing_of(problem, candidate))
+        PoolKernel.of(candidate, m, backends.get(name).packing_of(at_m, candidate), dim=sizes.dim)
         for name in libraries
-        for candidate in backends.get(name).candidates(problem, target)
+        for candidate in backends.get(name).candidates(at_m, target)
         if not isinstance(candidate, Illegal)
     ]
 

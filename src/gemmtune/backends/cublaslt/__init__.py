@@ -22,8 +22,8 @@ _FP8, _VECTORS = (8, 9), (9, 0)
 class CublasLtBackend(Backend):
     """The cuBLASLt backend: available on NVIDIA GPUs with PyTorch's CUDA wheels, which contain cuBLASLt.
 
-    A candidate is a rank in cuBLASLt's list of algorithms for ``m`` rows, so that naming a candidate needs no GPU;
-    loading it queries the list. The algorithm at a rank may change with the library's version.
+    A candidate is a rank in cuBLASLt's list of algorithms for ``m`` rows (and ``batch`` matrices), so that naming a
+    candidate needs no GPU; loading it queries the list. The algorithm at a rank may change with the library's version.
     """
 
     name = "cublaslt"
@@ -38,8 +38,9 @@ class CublasLtBackend(Backend):
         if reason:
             yield Illegal(Candidate.make(self.name, "*"), reason)
             return
+        sizes = {dim: problem.size(dim) for dim in problem.dims}
         for rank in range(RANKS):
-            yield Candidate.make(self.name, RANKED, m=problem.m, rank=rank)
+            yield Candidate.make(self.name, RANKED, **sizes, rank=rank)
 
     def why_illegal(self, problem: Problem, candidate: Candidate, target: Target) -> str:
         return not_nvidia(target) or super().why_illegal(problem, candidate, target)

@@ -37,9 +37,9 @@ class _ThreadCall(threading.local):
 
 
 class RankedKernel(Kernel):
-    """The algorithm that cuBLASLt ranks at ``rank`` for ``m`` rows, for any M.
+    """The algorithm that cuBLASLt ranks at ``rank`` for ``m`` rows and ``batch`` matrices, for any M and any batch.
 
-    Where cuBLASLt does not support the algorithm for another M, the first that it ranks for that M is used. Matrices
+    Where cuBLASLt does not support the algorithm for others, the first that it ranks for them is used. Matrices
     that start off a 16-byte boundary are copied.
     """
 
@@ -47,8 +47,9 @@ class RankedKernel(Kernel):
         self.problem, self.candidate = problem, candidate
         m, rank, device = int(candidate["m"]), int(candidate["rank"]), torch.cuda.current_device()
         # The batch strides are not known yet; assume batches without gaps.
-        sizes = (m * problem.k, problem.k * problem.n)
-        ranked = Call(describe_product(problem, m, sizes), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        strides = (m * problem.k, problem.k * problem.n)
+        named = problem.with_size("batch", int(candidate["batch"])) if problem.is_batched else problem
+        ranked = Call(describe_product(named, m, strides), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
         self._algorithm = ranked[rank].algorithm
