@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 from fused import time_calls
-from harness import Entrant, card_name, interleave, paired_ratios, write_results
+from harness import Entrant, card_name, interleave, paired_ratios, save_results
 from torch import Tensor
 
 import gemmtune
@@ -201,11 +201,14 @@ def main() -> None:
     options.shapes, options.last = options.shapes or SHAPES[options.device], options.last or LAST[options.device]
     torch.set_num_threads(options.threads)
     started, rows = time.perf_counter(), list[Row]()
+    made, path = time.strftime("%Y%m%d-%H%M%S", time.gmtime()), None
+    arguments = {name: value for name, value in vars(options).items() if name != "seconds"}
     for text in options.shapes.split(","):
         if time.perf_counter() - started < options.seconds:
             rows.append(measure_shape(text, options))
-    arguments = {name: value for name, value in vars(options).items() if name != "seconds"}
-    write_results("every-batch", rows, arguments=arguments, card=card_name(options.device))
+            card = card_name(options.device)
+            path = save_results("every-batch", rows, made=made, arguments=arguments, card=card)
+    print(f"raw data: {path}")
 
 
 if __name__ == "__main__":
