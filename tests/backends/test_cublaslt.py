@@ -13,8 +13,8 @@ import torch
 
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, library
-from gemmtune.backends.cublaslt import kernel as cublaslt_kernel
 from gemmtune.backends.cublaslt.product import describe_product
+from gemmtune.backends.gpu import any_batch
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import KernelError, UnsupportedError
@@ -305,7 +305,7 @@ def test_batched_products_name_the_batch_that_algorithms_are_ranked_for(blas: Fa
 
 
 def test_kernel_serves_other_batches(blas: FakeBlas, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cublaslt_kernel, "_MAX_BATCHES", 2)
+    monkeypatch.setattr(any_batch, "_MAX_BATCHES", 2)
     kernel = load(bmm_problem(3, 5, 24, 40, "bfloat16"))
     for batch in (3, 1, 6, 4, 6):
         a, b = torch.randn(batch, 5, 40).bfloat16(), torch.randn(batch, 40, 24).bfloat16()

@@ -10,6 +10,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from gemmtune.backends.gpu import any_batch
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
@@ -111,7 +112,7 @@ def test_launch_passes_batch_strides(fake: FakeDriver) -> None:
 
 def test_kernel_serves_other_batches(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     """With launches of their own, of which a kernel keeps those of a few batches."""
-    monkeypatch.setattr(shared, "_MAX_BATCHES", 2)
+    monkeypatch.setattr(any_batch, "_MAX_BATCHES", 2)
     problem = bmm_problem(3, 20, 72, 128, "bfloat16")
     kernel = load_kernel(fake, problem)
     for batch in (5, 3, 1, 7, 5):

@@ -58,6 +58,14 @@ def test_range_of_batches(problem: Problem, batch: Any, recorded: tuple[int, ...
     assert parse_sizes(batch, CPU, recorded, problem, "batch") == expected
 
 
+def test_range_of_m_of_a_batched_product_is_limited_by_its_operands() -> None:
+    assert parse_sizes("all", CPU, (), BATCHED).last == 512
+    wide = bmm_problem(64, 16, 4096, 64, "float32")  # B takes 67 MB, and each row of A and of the output a megabyte
+    assert parse_sizes("all", CPU, (), wide).last == 1 + ((128 << 20) - 64 * 4 * (4096 * 64 + 4160)) // (64 * 4 * 4160)
+    assert parse_sizes("all", CPU, (200,), wide).last == 200
+    assert parse_sizes(range(1, 301), CPU, (), wide).last == 300
+
+
 def test_errors_name_the_batch() -> None:
     with pytest.raises(TypeError, match="batch must be"):
         parse_sizes(64, CPU, (), BATCHED, "batch")  # type: ignore[arg-type]

@@ -37,9 +37,9 @@ class TuningProfile(NamedTuple):
     the most candidates that are timed a second time before the race. builds_overlap: whether candidates may be built
     while others are timed, since the device's own clock does not notice. search: options of ``LocalSearch``. last_m:
     the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. last_batch, tuned_batches:
-    the same of a Plan for all batches. batch_bytes: operands of larger batches are larger than this, and such a Plan
-    does not cover them unless they are recorded. tuned_m_s: seconds for each tuned M or batch, in place of
-    ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other M. max_predicted: the most
+    the same of a Plan for all batches. batched_bytes: the most bytes of the operands of a batched product in a default
+    range of M or of its batch, unless larger ones are recorded. tuned_m_s: seconds for each tuned M or batch, in place
+    of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other M. max_predicted: the most
     kernels that no tuned M has tried and that are built to be timed at other M. load_s: seconds of uninterrupted work
     after which the device's clock is that of serving; 0.0: its clock does not depend on the work before.
     """
@@ -54,7 +54,7 @@ class TuningProfile(NamedTuple):
     tuned_m: tuple[int, ...] = (1, 8, 48, 192)
     last_batch: int = 128
     tuned_batches: tuple[int, ...] = (1, 8, 64)
-    batch_bytes: int = 128 << 20
+    batched_bytes: int = 128 << 20
     tuned_m_s: float | None = 5.0
     sweep_s: float = 16.0
     max_predicted: int = 0
@@ -213,7 +213,7 @@ class CudaDevice(Device):
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},
-        last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batch_bytes=2 << 30,
+        last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batched_bytes=2 << 30,
         tuned_m_s=2.2, sweep_s=3.8, max_predicted=24,
         load_s=0.2,
     )  # fmt: skip

@@ -95,6 +95,7 @@ class DecisionIndex:
         return self._raw_plan(constant), constant
 
     def _raw_plan(self, problem: Problem) -> Plan | None:
+        """Return the Plan over M, or that over the batch where only it knows the Problem's size."""
         plan = self.plan(problem.plan_key, None)
         if problem.is_batched and (plan is None or not plan.covers(problem.m)):
             over_batch = self.plan(problem.plan_key_over("batch"), None)

@@ -23,10 +23,10 @@ ATEN = "ATen"  # the name of what plain PyTorch runs, in tables and plots
 class LayoutSummary:
     """The summary of one layout of a TunedPlan.
 
-    label: of the weight, ``Mx4096x4096 bf16``. size: "M", or "batch" for a plan over the batch, in whose place M stands
-    in this module. packing: the layout; "" for the unpacked weight. kernels: number of
-    kernels that serve in it. regret: the worst regret at a measured M, as a share; None if there is none. regret_m: the
-    M at which it is. measured: number of M that were measured.
+    label: of the weight, ``Mx4096x4096 bf16``. size: "M"; "batch" for a plan over the batch, which this module calls M.
+    packing: the layout; "" for the unpacked weight. kernels: number of kernels that serve in it. regret: the worst
+    regret at a measured M, as a share; None if there is none. regret_m: the M at which it is. measured: number of M
+    that were measured.
     """
 
     label: str

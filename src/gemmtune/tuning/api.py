@@ -73,10 +73,10 @@ def tune(
     tuned, and their kernels are timed at others: the store then has a plan for the weight, with the kernel for each M,
     besides the decisions. None: each Problem is tuned for its own M only.
 
-    batch: the batches that each batched product (bmm, baddbmm) is to be served at, for its own M, as ``m`` has M:
-    ``"all"`` is 1 to 1024 on a GPU and 1 to 128 on a CPU, fewer where the operands take more than 2 GB (CPU: 128 MB).
-    The plans take B unpacked. Other Problems are tuned as ``m`` says. None: batched products are, too, each batch by
-    itself.
+    batch: the batches that each batched product (bmm) is to be served at, for its own M, as ``m`` has M: ``"all"`` is 1
+    to 1024 on a GPU and 1 to 128 on a CPU, fewer where the operands take more than 2 GB (CPU: 128 MB), as ``m`` has
+    fewer M for a batched product. The plans take B unpacked. Other Problems are tuned as ``m`` says. None: batched
+    products are, too, each batch by itself.
 
     config_key: coarsens ``m``: all M of the range that have one key share one kernel, the one that a tuning of the M
     that represents the key found (the key itself where a run of its M has it). ``"power_of_2"``: the key is the next

@@ -54,9 +54,8 @@ class PoolKernel:
 
 
 def kernel_pool(decisions: Sequence[Decision], faulty: Collection[str] = (), dim: Dim = "m") -> list[PoolKernel]:
-    """Return the kernels of Decisions that differ in M only (with the dim "batch": in the batch, which is then called M
-    here): ATen's plain op, then the fastest of each layout at each
-    M, the most often fast first.
+    """Return the kernels of Decisions that differ in M only: ATen's plain op, then the fastest of each layout at each
+    M, the most often fast first. With the dim "batch" they differ in the batch, which is then called M here.
 
     Candidates that failed at any of the M are left out, and so are those that are ``faulty`` at another M, other than
     ATen's plain op. No kernel is compared with them.

@@ -52,8 +52,9 @@ def parse_sizes(
     """Return the SizeRange that a user's ``m`` stands for; with the dim "batch", a user's ``batch``.
 
     recorded: M that a model ran at. They are tuned too, and extend the range of ``"all"`` and of hints. problem: one of
-    the weight's; the memory of a batch's operands limits the range of ``"all"`` and of hints to fewer batches than the
-    profile's. Raises TypeError and ValueError for an ``m`` that is none of ``Sizes``.
+    the weight's; of a batched product, whose operands grow with M and with the batch, ``"all"`` and hints have a range
+    in which they take ``batched_bytes`` at most. Raises TypeError and ValueError for an ``m`` that is none of
+    ``Sizes``.
     """
     recorded = sorted({size for size in recorded if size > 0})
     usual_last, usual = _defaults(profile, problem, dim)
@@ -77,10 +78,12 @@ def parse_sizes(
 
 def _defaults(profile: TuningProfile, problem: Problem | None, dim: Dim) -> tuple[int, tuple[int, ...]]:
     """Return the last M of the range ``"all"``, and the M that are tuned by default."""
-    if dim == "m":
-        return profile.last_m, profile.tuned_m
-    one = 1 if problem is None else max(1, problem.with_size("batch", 1).min_bytes)
-    return max(1, min(profile.last_batch, profile.batch_bytes // one)), profile.tuned_batches
+    last, usual = (profile.last_m, profile.tuned_m) if dim == "m" else (profile.last_batch, profile.tuned_batches)
+    if problem is None or not problem.is_batched:
+        return last, usual
+    first, second = (problem.with_size(dim, size).min_bytes for size in (1, 2))
+    most = 1 + max(0, profile.batched_bytes - first) // max(1, second - first)
+    return min(last, most), usual
 
 
 def _require_hints(m: Sequence[int], dim: Dim) -> list[int]:

@@ -64,7 +64,7 @@ class WeightSession:
         hot: bool = False,
         bound: float = BOUND,
     ) -> None:
-        # Of the largest batch, by which the worker's memory is limited: operands of few rows are mostly the weight.
+        # The worker's memory is limited by this Problem's operands: those of few rows are mostly the weight.
         self._problem = sizes.at(problem, VERIFIED_M if sizes.dim == "m" else sizes.last)
         self._plan_key = problem.plan_key_over(sizes.dim)
         self._target, self._store, self._worker = target, store, worker

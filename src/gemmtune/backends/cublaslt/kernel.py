@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
 from ..base import Kernel, Launch
 from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batched_launch, launch_aligned
+from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
 from .library import Algorithm, Call
@@ -24,7 +24,6 @@ from .product import RANKS, Product, describe_product
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
-_MAX_BATCHES = 64  # other batches than its Problem's for which a kernel keeps launches
 
 
 class _ThreadCall(threading.local):
@@ -36,7 +35,7 @@ class _ThreadCall(threading.local):
         self.parts = call, call.set_pointer, call.bind_run(algorithm, workspace)
 
 
-class RankedKernel(Kernel):
+class RankedKernel(AnyBatch, Kernel):
     """The algorithm that cuBLASLt ranks at ``rank`` for ``m`` rows and ``batch`` matrices, for any M and any batch.
 
     Where cuBLASLt does not support the algorithm for others, the first that it ranks for them is used. Matrices
@@ -44,6 +43,7 @@ class RankedKernel(Kernel):
     """
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__()
         self.problem, self.candidate = problem, candidate
         m, rank, device = int(candidate["m"]), int(candidate["rank"]), torch.cuda.current_device()
         # The batch strides are not known yet; assume batches without gaps.
@@ -55,7 +55,6 @@ class RankedKernel(Kernel):
         self._algorithm = ranked[rank].algorithm
         self.workspace_bytes = int(ranked[rank].workspace)
         self._bound: dict[tuple[int, ...], Launch] = {}
-        self._of_batches: dict[int, RankedKernel] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         self.bind(a, b, aux)(out, a, b, *aux)
@@ -64,18 +63,7 @@ class RankedKernel(Kernel):
         m, device = a.shape[-2], a.device.index
         if self.problem.family != "bmm":
             return self._cached_launch(m, device, (0, 0), launch_aligned)
-        kernel = self if a.shape[0] == self.problem.batch else self._of_batch(a.shape[0])
-        return kernel._bind_batches(m, device, (a.stride(0), b.stride(0)))
-
-    def _of_batch(self, batch: int) -> RankedKernel:
-        """Return this kernel for another batch: with the same algorithm, and launches of its own."""
-        kernel = self._of_batches.get(batch)
-        if kernel is None:
-            if len(self._of_batches) >= _MAX_BATCHES:
-                self._of_batches.clear()
-            kernel = self._of_batches[batch] = copy.copy(self)
-            kernel.problem, kernel._bound = self.problem.with_size("batch", batch), {}
-        return kernel
+        return self.of_batch(a.shape[0])._bind_batches(m, device, (a.stride(0), b.stride(0)))
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
         """Return the launch for these batch strides of A and B.

@@ -6,7 +6,6 @@ returns only reads addresses.
 
 from __future__ import annotations
 
-import copy
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from ...core.torch_compat import empty_cuda
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
+from .any_batch import AnyBatch
 from .artifact import Header, Tma
 from .driver import CaptureState, Function, LaunchArgs, TensorMap, alloc_zeroed
 from .hip import HipFunction
@@ -35,7 +35,6 @@ from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
 
 _SEMAPHORE_BYTES, _SEMAPHORE_POOL_BYTES = 4, 4 << 20  # bytes of one semaphore, and of all that are allocated at a time
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
-_MAX_BATCHES = 64  # other batches than its Problem's for which a kernel keeps launches
 _MAX_TENSOR_MAPS = 256  # TMA descriptors that a kernel caches: weights keep their addresses
 
 
@@ -122,7 +121,7 @@ class LaunchPlan(NamedTuple):
     namespace: dict[str, Any]
 
 
-class GpuKernel(Kernel):
+class GpuKernel(AnyBatch, Kernel):
     """Cubins with the data that launching them takes. A kernel takes any M, and any batch, that fits its 32-bit
     arguments and its grid (``bind`` raises KernelError beyond). Matrices that start off a 16-byte boundary are copied.
 
@@ -133,13 +132,13 @@ class GpuKernel(Kernel):
     aligns_batches: ClassVar[bool] = False
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
+        super().__init__()
         self.problem, self.candidate = problem, candidate
         self.header, cubin = parts[-1]
         self._bm, self._bn, self._k_block = self._tile(dict(candidate.config))
         self.packing = self.layout_of(problem, candidate)
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
-        self._of_batches: dict[int, GpuKernel] = {}
         self._tiles_n = -(-problem.n // self._bn)
         self._shares_tiles = "lock_ptr" in self.header.arguments
         if self._shares_tiles:
@@ -181,19 +180,8 @@ class GpuKernel(Kernel):
         }  # fmt: skip
         names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{index}" for index, _ in _tensor_steps(problem)]
         if problem.family == "bmm":
-            kernel = self if a.shape[0] == problem.batch else self._of_batch(a.shape[0])
-            return kernel._bind_batches(m, device, (a.stride(0), raw.stride(0)), names)
+            return self.of_batch(a.shape[0])._bind_batches(m, device, (a.stride(0), raw.stride(0)), names)
         return self._cached_launch(m, device, sizes, names, launch_aligned)
-
-    def _of_batch(self, batch: int) -> GpuKernel:
-        """Return this kernel for another batch: with the same cubins, and launches of its own."""
-        kernel = self._of_batches.get(batch)
-        if kernel is None:
-            if len(self._of_batches) >= _MAX_BATCHES:
-                self._of_batches.clear()
-            kernel = self._of_batches[batch] = copy.copy(self)
-            kernel.problem, kernel._bound = self.problem.with_size("batch", batch), {}
-        return kernel
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int], names: list[str]) -> Launch:
         """Return the launch for these batch strides of A and B (a batched epilogue takes no matrices)."""
