@@ -55,6 +55,7 @@ class Weight:
 
     @property
     def plan_key(self) -> str:
+        """The key of the weight's plan."""
         return self.problem.plan_key_over(self.dim)
 
     def at(self, m: int) -> Problem:
