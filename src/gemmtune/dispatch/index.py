@@ -84,9 +84,9 @@ class DecisionIndex:
     def raw_plan(self, problem: Problem) -> tuple[Plan | None, Problem]:
         """Return the Plan that serves a raw weight, and the Problem for which it was tuned.
 
-        Batched products have the Plan over their batch where M was not measured, in the Plan over M. A weight that is
-        not constant and has no Plan is served by the kernels that were tuned for a constant one and take it raw (beside
-        dense activations, as constant Problems have them).
+        A batched product is served by the Plan over its batch where the Plan over M does not know its M. A weight that
+        is not constant and has no Plan is served by the kernels that were tuned for a constant one and take it raw
+        (beside dense activations, as constant Problems have them).
         """
         plan = self._raw_plan(problem)
         if plan is not None or problem.b.constant or problem.a.layout.key != "r":
@@ -95,7 +95,7 @@ class DecisionIndex:
         return self._raw_plan(constant), constant
 
     def _raw_plan(self, problem: Problem) -> Plan | None:
-        """Return the Plan over M, or that over the batch where only it knows the Problem's size."""
+        """Return the Plan over M; that over the batch where it covers the batch, and the Plan over M not M."""
         plan = self.plan(problem.plan_key, None)
         if problem.is_batched and (plan is None or not plan.covers(problem.m)):
             over_batch = self.plan(problem.plan_key_over("batch"), None)

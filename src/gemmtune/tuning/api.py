@@ -155,29 +155,30 @@ def tune_on_device(
             force=force, hot=operands == "hot", latency=latency, search=search,
         )  # fmt: skip
 
+    def tune_range(members: list[tuple[Problem, int]], sizes: Sizes, pool: WorkerPool, dim: Dim) -> list[Decision]:
+        plan_tuner = PlanTuner(
+            tuner(True), tuning_target(device), store,
+            # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
+            seconds=None if limit.seconds is None else 3.0 * limit.seconds,
+            force=force, hot=operands == "hot", progress=progress or silent,
+            config_key=config_key if dim == "m" else None, dim=dim,
+        )  # fmt: skip
+        return plan_tuner.tune(members, sizes, pool)[0]
+
     decisions: list[Decision] = []
     counted = list(problems)
     batched = [pair for pair in counted if batch is not None and pair[0].is_batched]
     others = [pair for pair in counted if pair not in batched]
-    with closing(tuner((m if others else batch) is not None).new_pool()) if pool is None else nullcontext(pool) as pool:
+    with closing(tuner(m is not None).new_pool()) if pool is None else nullcontext(pool) as pool:
         pool.expected = list(expected)
-        ranges: tuple[tuple[Dim, Sizes | None, list[tuple[Problem, int]]], ...]
-        ranges = (("m", m, others), ("batch", batch, batched))
-        for dim, sizes, members in ranges:
-            if sizes is None:
-                remaining: Sequence[tuple[Problem, int]] = members
-                while remaining:
-                    decisions += tuner(False).tune(remaining, pool)
-                    remaining = more() if more is not None else ()
-            elif members:
-                plan_tuner = PlanTuner(
-                    tuner(True), tuning_target(device), store,
-                    # A budget of the user is one for a Problem: timing at other M may take as long as three of them.
-                    seconds=None if limit.seconds is None else 3.0 * limit.seconds,
-                    force=force, hot=operands == "hot", progress=progress or silent,
-                    config_key=config_key if dim == "m" else None, dim=dim,
-                )  # fmt: skip
-                decisions += plan_tuner.tune(members, sizes, pool)[0]
+        if others and m is not None:
+            decisions += tune_range(others, m, pool, "m")
+        remaining: Sequence[tuple[Problem, int]] = others if m is None else ()
+        while remaining:
+            decisions += tuner(False).tune(remaining, pool)
+            remaining = more() if more is not None else ()
+        if batched and batch is not None:
+            decisions += tune_range(batched, batch, pool, "batch")
     return decisions
 
 

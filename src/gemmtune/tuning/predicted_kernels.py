@@ -411,8 +411,8 @@ class _TimeModel:
 
 @functools.lru_cache(maxsize=2)
 def _estimates_of(plan_key: str, target: Target) -> dict[tuple[Candidate, int], float]:
-    """Return the estimates of one weight's kernels so far, by candidate and M: ``expected_kernels`` is called twice for
-    a weight, and asks for some 40,000 of them."""
+    """Return the dict to which one weight's estimates are added, by candidate and M: ``expected_kernels`` is called
+    twice for a weight, and asks for some 40,000 of them."""
     return {}
 
 

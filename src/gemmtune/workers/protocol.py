@@ -74,8 +74,8 @@ class Race(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class SizedCandidate(msgspec.Struct, forbid_unknown_fields=True):
-    """A candidate that serves several M (in a request over the batch: batches), and that of the Problem that it is
-    loaded for."""
+    """A candidate that serves several M, and the M of the Problem that it is loaded for. In a request over the batch,
+    these are batches."""
 
     candidate: dict[str, Any]
     tuned_m: int
