@@ -51,11 +51,11 @@ class TuningProfile(NamedTuple):
     builds_overlap: bool = False
     search: Mapping[str, Any] = MappingProxyType({})
     last_m: int = 512
-    tuned_m: tuple[int, ...] = (1, 8, 48, 192)
+    tuned_m: tuple[int, ...] = (1, 8, 32, 128)
     last_batch: int = 128
     tuned_batches: tuple[int, ...] = (1, 8, 64)
     batched_bytes: int = 128 << 20
-    tuned_m_s: float | None = 5.0
+    tuned_m_s: float | None = 4.5
     sweep_s: float = 16.0
     max_predicted: int = 0
     load_s: float = 0.0

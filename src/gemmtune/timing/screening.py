@@ -10,6 +10,7 @@ from collections.abc import Callable
 _SHORT_S = 100e-6  # below this, one call is too short for the clock, and its operands are too small to be evicted
 _BATCH_S = 300e-6
 _SLOW_S = 50e-3
+_AS_FAST = 1.1  # a slow first call within this factor of the second counts
 _STALL_S = 20e-3  # seconds that a busy machine may add to one call
 _SCREENING_TIMINGS = 3  # timings per candidate
 _MUCH_FASTER = 0.6
@@ -71,7 +72,7 @@ def screening_times(
     Calls too short to be timed alone are timed in batches, on operands that stay in the cache. Slow calls are timed
     twice (their operands are large, or their time is not the memory's). A call that is slower than ``cutoff_s`` even
     when warm returns the one time that showed it. The very first call, which sets things up, does not count, unless it
-    takes so long that setting things up cannot be why.
+    takes so long that setting things up cannot be why, or is slow and about as fast as the second.
     """
     first_s = _timed(call, 1)
     if cutoff_s is not None and first_s > 4.0 * cutoff_s + _SETTING_UP_S:
@@ -80,7 +81,7 @@ def screening_times(
     if cutoff_s is not None and warm_s > 2.0 * cutoff_s + _STALL_S:
         return (warm_s,)
     if warm_s > _SLOW_S:
-        return (warm_s, _timed(call, 1))
+        return (warm_s, first_s if first_s <= _AS_FAST * warm_s else _timed(call, 1))
     warm_s = min(warm_s, _timed(call, 1))
     calls, times, pace = _batch(warm_s), [], pace or SpeedReference()
     flush_cache = flush if calls == 1 else lambda: None

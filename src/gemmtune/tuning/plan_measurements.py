@@ -119,6 +119,29 @@ class Measurements:
         larger M, or as that many calls at a smaller one. Zero without times."""
         return min((seconds * max(1.0, m / size) for size, seconds in self.times[name].items()), default=0.0)
 
+    def fastest(self, calls_s: Mapping[str, float], seconds: float) -> list[str]:
+        """Return the kernels of which one call each takes ``seconds`` together: ATen's plain op, those that were not
+        timed yet, and the fastest of each layout within ``CLOSE`` of the fastest of all; then,
+        while there is time, the others, those with the shortest calls first.
+
+        calls_s: the expected seconds of a call, by id; zero for kernels that were not timed yet.
+        """
+        order = sorted(calls_s, key=lambda name: calls_s[name])
+        least_s = min((call_s for call_s in calls_s.values() if call_s > 0.0), default=0.0)
+        kept = [name for name in order if self.pool[name].is_plain or calls_s[name] == 0.0]
+        led = set[str | None]()
+        for name in order:
+            packing = self.pool[name].packing
+            if name not in kept and packing not in led and calls_s[name] <= (1.0 + CLOSE) * least_s:
+                kept.append(name)
+                led.add(packing)
+        seconds -= sum(calls_s[name] for name in kept)
+        for name in order:
+            if name not in kept and calls_s[name] <= seconds:
+                kept.append(name)
+                seconds -= calls_s[name]
+        return kept
+
     def fast_at(self) -> dict[str | None, set[int]]:
         """Return the M of the Decisions in which a kernel of each layout was fast."""
         by_layout: dict[str | None, set[int]] = {}

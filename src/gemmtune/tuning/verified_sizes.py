@@ -58,6 +58,16 @@ def sizes_to_verify(
     return sizes
 
 
+def plain_sizes_to_verify(spans: Sequence[tuple[int, int]], rng: random.Random) -> list[int]:
+    """Return the M at which to verify ATen's plain op, which is what PyTorch runs without gemmtune, where it serves
+    ``spans``: the ends of them all, an odd M and two random ones, in a random order."""
+    lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
+    (first, last), *random_spans = (rng.choice(spans) for _ in range(3))
+    sizes = [*{lowest, highest, min(first | 1, last), *(rng.randint(*span) for span in random_spans)}]
+    rng.shuffle(sizes)
+    return sizes
+
+
 def batches_to_verify(spans: Sequence[tuple[int, int]], rng: random.Random) -> list[int]:
     """Return the batches at which to verify a kernel that serves ``spans`` (first and last batch of each), in a random
     order.

@@ -26,7 +26,7 @@ from ..workers.protocol import SizedCandidate
 from .plan_measurements import BATCH, Measurements
 from .plan_pool import PoolKernel, surcharges_of
 from .sizes import SizeRange
-from .verified_sizes import batches_to_verify, sizes_to_verify
+from .verified_sizes import batches_to_verify, plain_sizes_to_verify, sizes_to_verify
 
 log = logging.getLogger("gemmtune")
 
@@ -92,13 +92,34 @@ class WeightSession:
 
     # --- timing
 
-    def _time_in_batches(self, sizes: Sequence[int], names: Callable[[int], Sequence[str]], budget_s: float) -> None:
-        """Time the kernels ``names(m)`` at each of some M, in this order. Larger M have more of the time."""
+    def _time_in_batches(
+        self,
+        sizes: Sequence[int],
+        names: Callable[[int], Sequence[str]],
+        budget_s: float,
+        slow: Callable[[int, Sequence[str], float], Sequence[str] | None] = lambda m, names, seconds: None,
+    ) -> None:
+        """Time the kernels ``names(m)`` at each of some M, in this order. Larger M have more of the time.
+
+        slow: called with an M, its kernels and its seconds; returns the kernels to time there after the times at all M
+        before it are known, or None.
+        """
         total = sum(sizes) + 64 * len(sizes)  # a call with few rows takes as long as one with 64
-        for start in range(0, len(sizes), BATCH):
-            batch = sizes[start : start + BATCH]
-            share = (sum(batch) + 64 * len(batch)) / total
-            self._time({m: names(m) for m in batch}, share * budget_s)
+        done = 0
+        while done < len(sizes):
+            wanted: dict[int, Sequence[str]] = {}
+            batch_s = 0.0
+            for m in sizes[done : done + BATCH]:
+                m_names, seconds = names(m), budget_s * (m + 64) / total
+                fewer = slow(m, m_names, seconds)
+                if fewer is not None and wanted:
+                    break
+                wanted[m] = m_names if fewer is None else fewer
+                batch_s += seconds
+                if fewer is not None:
+                    break
+            self._time(wanted, batch_s)
+            done += len(wanted)
 
     def _time(self, wanted: Mapping[int, Sequence[str]], budget_s: float, load_s: float = 0.0) -> None:
         """Time kernels at some M and record the times. load_s: as for ``protocol.TimeSizes``; the times are then those
@@ -164,6 +185,8 @@ class WeightSession:
             spans = [(interval.first, interval.last) for interval in intervals if interval.kernel == name]
             if self._sizes.dim == "batch":
                 chosen = batches_to_verify(spans, self._rng)
+            elif kernel.is_plain:
+                chosen = plain_sizes_to_verify(spans, self._rng)
             else:
                 path = self._code_paths(kernel)
                 chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns)
