@@ -137,3 +137,23 @@ def test_sizes_for_load_are_the_last_and_a_quarter_of_it_unless_calls_are_short(
     found.record_load({512: {"aten/mm": 100e-6}})
     assert found.sizes_for_load() == []
     assert Measurements(RANGE, {}, 0.05, 0.0, {}).sizes_for_load() == []
+
+
+# --- slow calls
+
+
+NAMES = ("best", "near", "other", "behind", "new")
+
+
+@pytest.mark.parametrize(("seconds", "kept"), [
+    (0.0, {"aten/mm", "toy/best", "toy/other", "toy/new"}),  # a leader of each layout, and what was not timed yet
+    (4.4, {"aten/mm", "toy/best", "toy/other", "toy/new", "toy/near"}),
+    (9.0, {"aten/mm", "toy/best", "toy/other", "toy/new", "toy/near", "toy/behind"}),
+])  # fmt: skip
+def test_fastest_are_the_plain_op_a_leader_of_each_layout_and_those_that_there_is_time_for(
+    seconds: float, kept: set[str]
+) -> None:
+    layouts = {"best": "p", "near": "p", "other": "q", "behind": "r", "new": "p"}
+    found = measured((PLAIN, {}), *((PoolKernel.of(Candidate.make("toy", n), 1, layouts[n]), {}) for n in NAMES))
+    calls_s = {"aten/mm": 1.2, "toy/best": 1.0, "toy/near": 1.02, "toy/other": 1.1, "toy/behind": 2.0, "toy/new": 0.0}
+    assert set(found.fastest(calls_s, seconds)) == kept

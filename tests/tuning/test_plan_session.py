@@ -490,6 +490,30 @@ def test_time_budget_ends_the_refinement(clock: FakeTime, store: MemoryStore, se
     assert plan.seconds - sum(verifying_s) <= max(seconds, 0.02 * 7 * 20) + 0.02 * 7 * 12
 
 
+def slowed(kernels: Sequence[SimulatedKernel], factor: float) -> list[SimulatedKernel]:
+    """Return the kernels with calls that take a multiple of the time."""
+    return [replace(kernel, seconds=lambda m, kernel=kernel: factor * kernel.seconds(m)) for kernel in kernels]
+
+
+@pytest.mark.parametrize(("factor", "are_all_timed"), [(10.0, True), (3e3, False)])
+def test_of_kernels_with_slow_calls_only_the_fastest_are_timed_at_large_m(
+    clock: FakeTime, store: MemoryStore, factor: float, are_all_timed: bool
+) -> None:
+    """Six kernels take 1.00 to 1.10 of the fastest one's time: all are timed at M = 512 unless a call takes 0.1 s."""
+    close = [simulated(f"k{i}", staircase((1.0 + 0.02 * i) * 3.0, (1.0 + 0.02 * i) * 0.08)) for i in range(6)]
+    kernels = slowed(close, factor)
+    worker = FakeWorker(clock, kernels, lambda m: factor * PLAIN_S(m), timing_s=1e-3)
+    decisions = decisions_at(kernels, TUNED, plain=lambda m: factor * PLAIN_S(m))
+    session = PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={})  # type: ignore[arg-type]
+    plan = session.run(0.5)
+    assert plan is not None
+    timed = {name for request in worker.timed for name in request.get(512, ())}
+    assert {PLAIN.id, kernels[0].id} <= timed
+    assert (len(timed) > 2) is are_all_timed
+    assert all(len(request) == 1 for request in worker.timed if 512 in request) or are_all_timed
+    assert plan.serving(512, "").id == kernels[0].id  # type: ignore[union-attr]
+
+
 def test_refinement_ends_when_nothing_is_worth_a_measurement(clock: FakeTime, store: MemoryStore) -> None:
     plan, worker = make_plan(clock, SOUND, store, seconds=1e4)
     assert plan.stopped == "no other M was worth a measurement"

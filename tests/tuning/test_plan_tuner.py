@@ -115,7 +115,7 @@ def test_weight_has_a_plan_for_the_range(clock: FakeTime, store: MemoryStore) ->
     (plan,) = plans
     assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
     assert (plan.first, plan.last) == (1, 128)
-    assert [decision.problem["m"] for decision in decisions] == tuner.tuned[0] == [1, 8, 48]
+    assert [decision.problem["m"] for decision in decisions] == tuner.tuned[0] == [1, 8, 32, 128]
     assert serving_kernels(plan) == {SMALL.id, LARGE.id}
     assert events[-1] == PlanDone(PROBLEM.plan_key, plan, 0)
     assert plan.counts == {}
@@ -159,14 +159,14 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     decisions, plans = tune(tuner, store, range(1, 129))
-    assert tuner.tuned == [[48], [8], [1]]
-    assert (tuner.begun_now, tuner.begun) == ([48, 8], [8, 1])  # before the others, and behind them
-    assert seen == [[48, 8]]
+    assert tuner.tuned == [[128], [32], [8], [1]]
+    assert (tuner.begun_now, tuner.begun) == ([128, 32, 8], [32, 8, 1])  # before the others, and behind them
+    assert seen == [[128, 32, 8]]
     (((problem, target, sizes), tuned_before),) = listed
     assert (problem.plan_key, target) == (plans[0].plan_key, current_target())
-    assert (sizes.tuned, tuned_before) == ((1, 8, 48), [])
+    assert (sizes.tuned, tuned_before) == ((1, 8, 32, 128), [])
     assert builders.begun == [(77, SMALL.id)]
-    assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 48]
+    assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 32, 128]
     assert len(plans) == 1
 
 
@@ -189,10 +189,10 @@ def test_next_weight_is_prepared_while_other_m_are_timed(
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     first = linear_problem(1, 128, 32, "float32")  # costs more than the other one
     tune(tuner, store, range(1, 129), [(first, 1), (other, 1)])
-    own = [8, 1]  # while the M before each is decided
-    prepared = [] if has_plan else [(other.n, 3)]
+    own = [32, 8, 1]  # while the M before each is decided
+    prepared = [] if has_plan else [(other.n, 4)]
     assert events[: 2 + len(prepared)] == [
-        (first.n, 0), *prepared, ([*own, *([] if has_plan else [48, 8, 1])], 3)
+        (first.n, 0), *prepared, ([*own, *([] if has_plan else [128, 32, 8, 1])], 4)
     ]  # fmt: skip
 
 
@@ -290,7 +290,7 @@ def test_forced_plan_of_a_part_covers_the_whole_range(clock: FakeTime, store: Me
     tune(FakeTuner(clock), store, range(1, 257))
     (again,) = tune(FakeTuner(clock), store, [64, 100], force=True)[1]
     assert (again.first, again.last) == (1, 512)
-    assert {1, 8, 48, 64, 100} <= set(again.tuned)
+    assert {1, 8, 32, 64, 100} <= set(again.tuned)
 
 
 def test_recorded_m_that_are_tuned_are_limited(clock: FakeTime, store: MemoryStore) -> None:
@@ -471,7 +471,7 @@ def test_tuners_of_overlapping_ranges_make_one_plan_of_both(clock: FakeTime, sto
     (plan,) = tune(tuner, store, range(200, 401), [(PROBLEM.with_m(256), 1)])[1]
     assert (plan.first, plan.last) == (1, 400)
     assert tuner.tuned[0] == [256]
-    assert {m for sizes in tuner.tuned[1:] for m in sizes} >= {1, 48}
+    assert {m for sizes in tuner.tuned[1:] for m in sizes} >= {1, 32}
     assert serving_kernels(plan) == {SMALL.id, LARGE.id}
     assert store.get_plan(current_target(), PROBLEM.plan_key) == plan
 
@@ -563,7 +563,7 @@ def test_inconclusive_decisions_make_no_plan(clock: FakeTime, store: MemoryStore
     tuner = FakeTuner(clock)
     tuner.outcome = "inconclusive"
     decisions, plans = tune(tuner, store, range(1, 33))
-    assert (len(decisions), plans) == (2, [])
+    assert (len(decisions), plans) == (3, [])
     assert tuner.worker.opened == []
 
 
@@ -595,7 +595,7 @@ def test_weight_whose_worker_fails_has_no_plan(
     tuner.worker = Fails(clock, tuner.kernels)
     events: list[Event] = []
     decisions, plans = tune(tuner, store, range(1, 33), progress=events.append)
-    assert (len(decisions), plans) == (2, [])
+    assert (len(decisions), plans) == (3, [])
     assert events == [PlanDone(PROBLEM.plan_key, None, 0)]
     assert f"no plan for {PROBLEM.plan_key}: out of memory" in caplog.text
     tuner.worker.error = WorkerStartError("no python today")

@@ -424,3 +424,26 @@ def test_times_of_a_variant_correct_its_estimates() -> None:
     kernels = predict_kernels(problem, H200, decisions, kernel_pool(decisions), SIZES, {}, (), 12)
     assert kernels
     assert 2 not in {kernel.candidate["chunks"] for kernel in kernels}
+
+
+@pytest.mark.parametrize(("count", "expected"), [(1, 3.0 ** (1 / 3)), (18, 3.0**0.9)])
+def test_times_of_few_kernels_of_a_variant_correct_its_estimates_less(count: int, expected: float) -> None:
+    """The scale of the template, 1, counts as two kernels beside ``count`` that took three times their estimates."""
+    problem = PROBLEM_OF_DTYPE["int8"].with_m(128)
+    backend = backends.get("cuda")
+    slabs = [c for c in legal_candidates(backend, problem) if c.template == "slab"]
+    slow = [c for c in slabs if c["chunks"] == 2 and c["cluster"] == 1][:count]
+    others = [c for c in slabs if c["chunks"] == 1][: 2 * count + 1]
+    rows = []
+    for candidate in (*slow, *others):
+        seconds = backend.estimated_s(problem, candidate, H200)
+        assert seconds is not None
+        seconds *= 3.0 if candidate in slow else 1.0
+        sample = Sample(seconds, seconds, seconds, 50, 0.5, 0.49, 0.51)
+        rows.append(Evidence(candidate.to_dict(), candidate.id, "finalist", None, "", Verdict("within_bound"), sample))
+    model = predicted_kernels._TimeModel(problem, H200, [decide(problem, *rows)], SIZES)
+    kernel = PoolKernel.of(slow[0], 128, None)
+    (template,) = model.scales
+    estimate_s = backend.estimated_s(problem.with_m(200), slow[0], H200)
+    assert estimate_s is not None
+    assert model.seconds(kernel, {200: {template}})[200] == pytest.approx(expected * estimate_s)

@@ -21,9 +21,9 @@ GPU = TuningProfile(last_m=8192, tuned_m=(1, 16, 64, 256, 1024, 4096))
 @pytest.mark.parametrize(("profile", "m", "recorded", "expected"), [
     (CPU, "all", (), SizeRange(1, 512, (1, 8, 32, 128))),
     (GPU, "all", (), SizeRange(1, 8192, (1, 16, 64, 256, 1024, 4096))),
-    (CPU, "all", (1000, 50), SizeRange(1, 1000, (1, 8, 50, 192, 1000))),
+    (CPU, "all", (1000, 50), SizeRange(1, 1000, (1, 8, 50, 128, 1000))),
     (CPU, "all", (0, 8), SizeRange(1, 512, (1, 8, 32, 128))),
-    (CPU, range(1, 33), (), SizeRange(1, 32, (1, 8))),
+    (CPU, range(1, 33), (), SizeRange(1, 32, (1, 8, 32))),
     (CPU, range(1, 33), (32, 64), SizeRange(1, 32, (1, 8, 32))),
     (CPU, range(20, 30), (), SizeRange(20, 29, (20,))),
     (CPU, range(20, 30), (7, 25), SizeRange(20, 29, (25,))),

@@ -18,6 +18,7 @@ from gemmtune.tuning.verified_sizes import (
     RUN,
     WIDE,
     batches_to_verify,
+    plain_sizes_to_verify,
     sizes_to_verify,
 )
 
@@ -111,6 +112,19 @@ def test_edges_of_tiles_are_verified(rows: int) -> None:
     for seed in range(20):
         sizes = set(sizes_to_verify([(1, 1000)], candidate(rows), random.Random(seed)))
         assert {rows - 1, rows, rows + 1, 2 * rows - 1, 2 * rows, 2 * rows + 1} <= sizes
+
+
+@given(ascending_spans(), st.integers(0, 1000))
+def test_plain_op_is_verified_at_the_ends_and_at_few_other_m_of_the_spans(spans: Spans, seed: int) -> None:
+    sizes = plain_sizes_to_verify(spans, random.Random(seed))
+    assert all(any(first <= m <= last for first, last in spans) for m in sizes)
+    assert len(sizes) == len(set(sizes)) <= 5
+    assert {spans[0][0], spans[-1][1]} <= set(sizes)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_plain_op_is_verified_at_an_odd_m(seed: int) -> None:
+    assert any(m % 2 for m in plain_sizes_to_verify([(2, 40), (64, 512)], random.Random(seed)))
 
 
 def test_sizes_are_in_a_random_order_of_the_seed() -> None:

@@ -19,6 +19,7 @@ from gemmtune.tuning.worker_pool import WorkerPool
 from gemmtune.workers import idle_hosts
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.idle_hosts import IdleHosts
+from gemmtune.workers.process import Process
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
 
@@ -65,6 +66,20 @@ def test_next_worker_has_the_host_of_the_last_one_in_the_same_settings(
     assert tagged(first) == []
     hosts.close()
     assert tagged(other) == tagged(third) == []
+
+
+def test_host_stays_when_a_worker_is_ended_that_it_was_about_to_fork(hosts: IdleHosts) -> None:
+    """As ``Builders.close`` ends those whose builds have just begun."""
+    tag = use_worker(hosts)
+    host = hosts.take(hosts._kept[0].host.settings.preload)
+    try:
+        assert host.tag == tag
+        for _ in range(5):
+            Process(host, 30.0).close()
+            assert host.alive
+        assert len(tagged(tag)) == 1
+    finally:
+        host.close()
 
 
 def test_unused_host_ends_by_itself_and_is_not_taken_shortly_before(

@@ -120,9 +120,9 @@ class Measurements:
         return min((seconds * max(1.0, m / size) for size, seconds in self.times[name].items()), default=0.0)
 
     def fastest(self, calls_s: Mapping[str, float], seconds: float) -> list[str]:
-        """Return the kernels of which one call each takes ``seconds`` together: ATen's plain op, those that were not
-        timed yet, and the fastest of each layout within ``CLOSE`` of the fastest of all; then,
-        while there is time, the others, those with the shortest calls first.
+        """Return the kernels to time at an M in ``seconds``, by one call of each: ATen's plain op, those that were not
+        timed yet, and the fastest of each layout that is within ``CLOSE`` of the fastest of all, even if these take
+        longer; then, while there is time, the others, those with the shortest calls first.
 
         calls_s: the expected seconds of a call, by id; zero for kernels that were not timed yet.
         """

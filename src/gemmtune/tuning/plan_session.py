@@ -100,7 +100,9 @@ class PlanSession(WeightSession):
         wanted = {first, last, 3, *self._sizes.tuned, *powers, *steps}
         wanted |= set(sorted(self._counts, key=lambda m: -self._counts[m])[:BATCH])
         budget_s = _COARSE_SHARE * max(0.0, self._end - time.perf_counter())
-        self._time_in_batches(sorted(m for m in wanted if first <= m <= last), self._active, budget_s, self._slow)
+        self._time_in_batches(
+            sorted(m for m in wanted if first <= m <= last), self._active, budget_s, self._fewer_if_slow
+        )
 
     def _time_predicted(self) -> None:
         """Time the kernels that are expected to be fast at some M there, with those that were fast at M nearby, unless
@@ -116,7 +118,7 @@ class PlanSession(WeightSession):
             wanted[m] = list(dict.fromkeys((*near, *expected[m])))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         for m, names in list(wanted.items()):
-            fewer = self._slow(m, names, budget_s / len(expected))
+            fewer = self._fewer_if_slow(m, names, budget_s / len(expected))
             if fewer is not None:
                 del wanted[m]
                 wanted |= {m: fewer} if set(fewer) & set(expected[m]) else {}
@@ -167,12 +169,12 @@ class PlanSession(WeightSession):
             or (kernel.fast_at & near[kernel.packing] and name not in behind)
         ]
 
-    def _slow(self, m: int, names: Sequence[str], seconds: float) -> list[str] | None:
-        """Return the kernels of ``names`` to time at M where all of them would take far more than ``seconds``: those that
+    def _fewer_if_slow(self, m: int, names: Sequence[str], seconds: float) -> list[str] | None:
+        """Return the kernels of ``names`` to time at M where all of them would take more than ``seconds``: those that
         were the fastest at smaller M. None where they would not, or where calls are short.
 
-        Nine kernels took 12 s at the last M of fp32 4096x11008 (one thread of an EPYC, 0.42 to 0.57 s a call), of 8 s for
-        all M; those of the best layouts were within 4% of one another.
+        Nine kernels took 12 s at the last M of fp32 4096x11008 (one thread of an EPYC, 0.42 to 0.57 s a call), of 8 s
+        for all M; those of the best layouts were within 4% of one another.
         """
         usable = (name for name in names if name not in self._measurements.out)
         calls_s = {name: self._measurements.expected_s(name, m) for name in usable}

@@ -97,12 +97,12 @@ class WeightSession:
         sizes: Sequence[int],
         names: Callable[[int], Sequence[str]],
         budget_s: float,
-        slow: Callable[[int, Sequence[str], float], Sequence[str] | None] = lambda m, names, seconds: None,
+        fewer: Callable[[int, Sequence[str], float], Sequence[str] | None] = lambda m, names, seconds: None,
     ) -> None:
         """Time the kernels ``names(m)`` at each of some M, in this order. Larger M have more of the time.
 
-        slow: called with an M, its kernels and its seconds; returns the kernels to time there after the times at all M
-        before it are known, or None.
+        fewer: called with an M, its kernels and the seconds for them; returns those of them to time there, in a request
+        of its own, because all would take too long, or None.
         """
         total = sum(sizes) + 64 * len(sizes)  # a call with few rows takes as long as one with 64
         done = 0
@@ -110,13 +110,13 @@ class WeightSession:
             wanted: dict[int, Sequence[str]] = {}
             batch_s = 0.0
             for m in sizes[done : done + BATCH]:
-                m_names, seconds = names(m), budget_s * (m + 64) / total
-                fewer = slow(m, m_names, seconds)
-                if fewer is not None and wanted:
-                    break
-                wanted[m] = m_names if fewer is None else fewer
+                all_names, seconds = names(m), budget_s * (m + 64) / total
+                fewer_names = fewer(m, all_names, seconds)
+                if fewer_names is not None and wanted:
+                    break  # they are chosen again when these M were timed
+                wanted[m] = all_names if fewer_names is None else fewer_names
                 batch_s += seconds
-                if fewer is not None:
+                if fewer_names is not None:
                     break
             self._time(wanted, batch_s)
             done += len(wanted)

@@ -184,7 +184,7 @@ class Host:
                 with self._lock, contextlib.suppress(OSError):
                     self._control.send(pack(KILL, process.pid))
                 kill_sent = True
-            if process.pid is None:  # the host is still loading torch: no worker to wait for
+            if process.pid is None and not self._started:  # the host is still loading torch: no worker to wait for
                 break
             time.sleep(0.001)
         if self.ended(process) is None or not self.alive:
