@@ -465,6 +465,16 @@ def test_baseline_far_above_its_earlier_time_decides_nothing(earlier_s: float | 
     assert result.stopped.endswith(text) is not is_believed
 
 
+@pytest.mark.parametrize(("earlier_s", "is_believed"), [(90e-6, True), (79e-6, False), (110e-6, False)])
+def test_baseline_that_was_timed_on_operands_in_the_cache_may_take_longer(earlier_s: float, is_believed: bool) -> None:
+    """It takes 1 ms in the race: four times its earlier time, 20 us and the 650 us for reading the operands, which do
+    not count for calls that were long enough to be timed without the cache."""
+    clock = FakeClock(0, noise=0.0)
+    setup = RaceSetup(earlier_s={"aten0": earlier_s}, cold_s=650e-6)
+    result = race(make_entrants(clock, [0.8e-3], [1e-3]), clock, 6.0, setup=setup)
+    assert result.outcome == ("winner" if is_believed else "inconclusive")
+
+
 class LoadedLater:
     """A machine whose load changes at every reading from the ``first`` one on."""
 

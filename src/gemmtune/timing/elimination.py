@@ -79,7 +79,8 @@ class RaceSetup:
     moves the operands to other memory; called now and then, since the address of a large operand changes a memory-bound
     kernel's time by some percent for as long as the operand stays there. move_s: the seconds that a move is expected to
     take. surroundings: those in which a winner must be no slower. least_s: seconds that no correct kernel can undercut.
-    earlier_s: seconds per call measured before the race, by entrant id.
+    earlier_s: seconds per call measured before the race, by entrant id. cold_s: seconds that a call which was short
+    then (``screening.SHORT_S``) may take longer on operands that are not in the cache.
     """
 
     machine: Machine | None = None
@@ -89,6 +90,7 @@ class RaceSetup:
     surroundings: Sequence[Surrounding] = ()
     least_s: float = 0.0
     earlier_s: Mapping[str, float] = field(default_factory=dict)
+    cold_s: float = 0.0
 
 
 class Elimination:
@@ -103,7 +105,8 @@ class Elimination:
         self.clock, self.budget, self.progress, self.machine = clock, budget_s, progress, setup.machine
         self.conditions = dict(setup.conditions)
         self._move, self._move_s, self.moves = setup.move, setup.move_s, 0
-        self._least_s, self._surroundings, self._earlier_s = setup.least_s, setup.surroundings, setup.earlier_s
+        self._least_s, self._surroundings = setup.least_s, setup.surroundings
+        self._earlier_s, self._cold_s = setup.earlier_s, setup.cold_s
         self.rng = random.Random(seed)
         self.entries = [RaceEntry(e.id, e.run, e.is_baseline, e.packing or None, e.candidate) for e in entrants]
         self.disturbed = self.contended = False

@@ -38,6 +38,7 @@ from .elimination import (
 from .outcome import RaceResult
 from .paired_test import PairedTest, paired_test
 from .race_entry import EntrantError, RaceEntry, fastest, ratio_to_baseline, sample
+from .screening import SHORT_S
 from .stats import drift
 from .surroundings import OVERLAP, SLOWER, Comparison, compare
 
@@ -281,7 +282,10 @@ class _Race(Elimination):
         """Return why the baseline's times are not believed, being far above its times before the race; empty when they
         are."""
         earlier_s, now_s = self._earlier_s.get(baseline.id), baseline.median
-        if earlier_s is None or now_s <= _IMPLAUSIBLE * earlier_s + _IMPLAUSIBLE_S:
+        if earlier_s is None:
+            return ""
+        cold_s = self._cold_s if earlier_s < SHORT_S else 0.0
+        if now_s <= _IMPLAUSIBLE * earlier_s + _IMPLAUSIBLE_S + cold_s:
             return ""
         return (
             f"{baseline.id} took {1e6 * now_s:.3g} us a call in the race and {1e6 * earlier_s:.3g} us before it: "

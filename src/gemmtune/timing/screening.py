@@ -7,7 +7,8 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-_SHORT_S = 100e-6  # below this, one call is too short for the clock, and its operands are too small to be evicted
+# Calls shorter than this are timed together, on operands that stay in the cache: one is too short for the clock.
+SHORT_S = 100e-6
 _BATCH_S = 300e-6
 _SLOW_S = 50e-3
 _AS_FAST = 1.1  # a slow first call within this factor of the second counts
@@ -95,7 +96,7 @@ def screening_times(
 
 def _batch(seconds: float) -> int:
     """Return the number of calls that are timed together: one, unless a call is too short for that."""
-    return math.ceil(_BATCH_S / max(seconds, 1e-7)) if seconds < _SHORT_S else 1
+    return math.ceil(_BATCH_S / max(seconds, 1e-7)) if seconds < SHORT_S else 1
 
 
 def _timed(call: Callable[[], None], calls: int) -> float:
