@@ -38,7 +38,7 @@ _OPERAND_SHARE = 3.5
 _LARGE_BYTES = 64 << 20
 _SCRATCH_SHARE = 2
 _SCRATCH_BYTES = 150 << 20
-# Slower than any CPU reads operands that are not in its cache. With a weight of 2.4 MB, int8 768x3072, ATen's kernel
+# Fewer than any CPU reads of operands that are not in its cache. With a weight of 2.4 MB, int8 768x3072, ATen's kernel
 # took 44 us before a race, on operands in the cache, and 251 us in it (one thread of an EPYC).
 _COLD_BYTES_PER_S = 4e9
 
@@ -241,7 +241,8 @@ class RaceOperands:
 
     @property
     def _cold_s(self) -> float:
-        """``RaceSetup.cold_s``; 0.0 on a GPU, where short calls are timed on cold operands, too."""
+        """Return ``RaceSetup.cold_s``: 0.0 for a race on operands in the cache, and on a GPU, where calls are timed on
+        operands that are not in the cache before the race, too."""
         is_warm = self._hot or not is_host(self._timing.target.device)
         return 0.0 if is_warm else operand_bytes(self._problem) / _COLD_BYTES_PER_S
 

@@ -30,7 +30,7 @@ _COARSE_SHARE = 0.5  # of the time, for the first M
 _PREDICTED_SHARE = 0.5  # of the time that remains, for the M at which kernels are expected to be fast
 _NEAR_EXPECTED = 1.6
 _LEAST_CALLS = 3  # of a kernel that is timed at an M
-_SLOW_CALL_S = 0.02  # kernels whose calls take less are timed at an M however little time it has
+_SLOW_CALL_S = 0.02  # from which on an M with too little time for all of its kernels has fewer
 _UNDER_LOAD = 2.0  # times the seconds of load are needed at an M: for the load, and for the timings under it
 _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this share of the time
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
@@ -174,7 +174,7 @@ class PlanSession(WeightSession):
         were the fastest at smaller M. None where they would not, or where calls are short.
 
         Nine kernels took 12 s at the last M of fp32 4096x11008 (one thread of an EPYC, 0.42 to 0.57 s a call), of 8 s
-        for all M; those of the best layouts were within 4% of one another.
+        for all M; six of them were within 4% of one another (a script that was not kept).
         """
         usable = (name for name in names if name not in self._measurements.out)
         calls_s = {name: self._measurements.expected_s(name, m) for name in usable}

@@ -48,7 +48,7 @@ _TIMED_APART = 1.5  # and more that are this factor from each of those, for kern
 _LISTED = 6  # the first candidates of a template that are considered at an M
 _VARIED = 8  # kernels of which a variant with the same tile is tried, too
 _VARIANT_WITHIN = 0.05  # the share by which a variant may be slower by the estimates: they are no better than that
-_TEMPLATE_COUNTS = 2  # kernels, for which the scale of a template counts beside that of a variant
+_TEMPLATE_COUNTS = 2  # the weight of a template's scale, where that of a variant is the number of its timed kernels
 _LEAST_GAIN = 0.01  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
 _TURN_S = 2e-4  # seconds for which the listing on a thread keeps Python's interpreter lock
@@ -386,7 +386,7 @@ class _TimeModel:
                     of_variants.setdefault((template, m, _apart_from_tile(candidate)), []).append(ratio)
         self.scales = {template: {m: median(values) for m, values in by_m.items()} for template, by_m in ratios.items()}
         self._variants = {
-            (template, m, variant): _weighted(median(values), len(values), self.scales[template][m])
+            (template, m, variant): _mean_scale(median(values), len(values), self.scales[template][m])
             for (template, m, variant), values in of_variants.items()
         }
 
@@ -419,8 +419,9 @@ class _TimeModel:
         return self._estimates[key]
 
 
-def _weighted(scale: float, count: int, template_scale: float) -> float:
-    """Return the scale of a variant of which ``count`` kernels were timed, as ``_TimeModel`` says."""
+def _mean_scale(scale: float, count: int, template_scale: float) -> float:
+    """Return the mean, by logarithms, of ``scale`` with a weight of ``count`` and ``template_scale`` with a weight of
+    ``_TEMPLATE_COUNTS``."""
     return math.exp(math.log(scale / template_scale) * count / (count + _TEMPLATE_COUNTS)) * template_scale
 
 

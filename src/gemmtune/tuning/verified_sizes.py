@@ -59,8 +59,11 @@ def sizes_to_verify(
 
 
 def plain_sizes_to_verify(spans: Sequence[tuple[int, int]], rng: random.Random) -> list[int]:
-    """Return the M at which to verify ATen's plain op, which is what PyTorch runs without gemmtune, where it serves
-    ``spans``: the ends of them all, an odd M and two random ones, in a random order."""
+    """Return the M at which to verify ATen's plain op, which is what PyTorch runs without gemmtune, in a random order.
+
+    spans: first and last M of each interval that it serves. The M are the least and the largest of them, an odd one,
+    where there is one in a random span, and two random ones.
+    """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     (first, last), *random_spans = (rng.choice(spans) for _ in range(3))
     sizes = [*{lowest, highest, min(first | 1, last), *(rng.randint(*span) for span in random_spans)}]

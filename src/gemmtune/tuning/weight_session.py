@@ -112,12 +112,13 @@ class WeightSession:
             for m in sizes[done : done + BATCH]:
                 all_names, seconds = names(m), budget_s * (m + 64) / total
                 fewer_names = fewer(m, all_names, seconds)
-                if fewer_names is not None and wanted:
-                    break  # they are chosen again when these M were timed
-                wanted[m] = all_names if fewer_names is None else fewer_names
-                batch_s += seconds
-                if fewer_names is not None:
-                    break
+                if fewer_names is None:
+                    wanted[m] = all_names
+                    batch_s += seconds
+                    continue
+                if not wanted:  # otherwise they are chosen anew when the M before were timed
+                    wanted, batch_s = {m: fewer_names}, seconds
+                break
             self._time(wanted, batch_s)
             done += len(wanted)
 
