@@ -27,7 +27,7 @@ from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend, toy_compiler
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import Limits
-from gemmtune.workers.idle_hosts import IDLE_HOSTS
+from gemmtune.workers.host_pool import HOST_POOL
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.worker import Worker
 
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[str, ...]] = {
     "fork": ("crashed", "within_bound"), "flood": ("within_bound",), "babble": ("crashed",), "unasked": ("crashed",),
     "close": ("crashed",), "poison": ("crashed",), "oom": ("out_of_memory",), "fill_memory": ("out_of_memory",),
     "wrong": ("wrong",), "scribble": ("wrong",), "hang": ("hung",), "spin": ("hung",), "hold": ("hung",),
-    "stop": ("hung",), "garble": ("hung",),
+    "stop": ("hung",), "garble": ("hung",), "kill_host": ("crashed",),
 }  # fmt: skip
 HANGING_S, OTHERS_S = 0.4, 10.0  # deadlines: of kinds that only a deadline ends, and of all others
 
@@ -173,7 +173,7 @@ def hostile_builds(full: bool) -> Outcome:
     wrong = [
         f"{candidate.id}: {outcomes[candidate]}" for candidate in wanted if outcomes[candidate] != wanted[candidate]
     ]
-    IDLE_HOSTS.close()  # of other rows
+    HOST_POOL.close()  # of other rows
     orphans = [str(process) for process in psutil.Process().children(recursive=True)] + _sleepers()
     return Outcome(
         f"{len(wanted) - len(wrong)} of {len(wanted)} as they should be; {len(orphans)} orphans; {seconds:.0f} s",

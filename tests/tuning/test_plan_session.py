@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from gemmtune.backends.base import Artifact
 from gemmtune.backends.cuda import CudaBackend
+from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import LayoutDecision, Verdict
 from gemmtune.core.devices import HostDevice
@@ -31,7 +33,7 @@ from gemmtune.tuning.plan_measurements import Measurements
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
-from gemmtune.tuning.worker_pool import BuildKernels
+from gemmtune.tuning.worker_pool import BeginBuilds
 from gemmtune.workers.contract import WorkerLost
 from helpers.gpus import H200
 from helpers.plans import (
@@ -70,14 +72,14 @@ def run_session(
     sizes: SizeRange = RANGE,
     counts: Mapping[int, int] = {},
     progress: Callable[[Event], None] = silent,
-    build: BuildKernels | None = None,
+    begin_builds: BeginBuilds | None = None,
     **options: Any,
 ) -> TunedPlan | None:
     decisions = decisions_at(kernels, sizes.tuned)
     session = PlanSession(
         PROBLEM, current_target(), store, worker, decisions, sizes, progress, 0, counts=counts, **options
     )  # type: ignore[arg-type]
-    plan = session.run(seconds, build)
+    plan = session.run(seconds, begin_builds)
     if plan is not None:
         store.put_plan(current_target(), plan)  # which checks it
     return plan
@@ -663,6 +665,8 @@ def test_layout_for_a_weight_that_is_kept_raw_too_is_the_fastest_where_plain_doe
 
 # --- kernels that no Decision has
 
+Builds = Mapping[str, Future[Artifact | Verdict]]
+
 TILE = simulated("tile", lambda m: (0.5 if 320 < m <= 400 else 1.5) * fastest(m), rows=400)
 
 
@@ -677,6 +681,12 @@ def expect(monkeypatch: pytest.MonkeyPatch, kernel: SimulatedKernel, *sizes: int
     monkeypatch.setattr(plan_session, "expected_kernels", expected_kernels)
 
 
+def finished(outcome: Artifact | Verdict) -> Future[Artifact | Verdict]:
+    future = Future[Artifact | Verdict]()
+    future.set_result(outcome)
+    return future
+
+
 def make_plan_with_tile(clock: FakeTime, store: MemoryStore, **options: Any) -> TunedPlan:
     worker = FakeWorker(clock, [*SOUND, TILE])
     plan = run_session(worker, SOUND, store, **options)
@@ -688,14 +698,14 @@ def test_expected_kernel_is_built_timed_and_serves_where_it_is_fast(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(monkeypatch, TILE, 323, 390)
-    built: list[tuple[int, str]] = []
+    begun: list[tuple[int, str]] = []
 
-    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
-        built.extend((problem.m, candidate.id) for problem, candidate in wanted)
-        return {candidate.id: Artifact(candidate, "digest") for _, candidate in wanted}
+    def begin_builds(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> Builds:
+        begun.extend((problem.m, candidate.id) for problem, candidate in wanted)
+        return {candidate.id: finished(Artifact(candidate, "digest")) for _, candidate in wanted}
 
-    plan = make_plan_with_tile(clock, store, build=build)
-    assert built == [(323, TILE.id)]
+    plan = make_plan_with_tile(clock, store, begin_builds=begin_builds)
+    assert begun == [(323, TILE.id)]
     kernel = plan.find(TILE.id)
     assert kernel is not None
     assert kernel.tuned_m == 323
@@ -712,16 +722,56 @@ def test_expected_kernel_of_a_decision_is_timed_at_the_expected_m_and_not_built_
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expect(monkeypatch, SMALL, 323)
-    built: list[str] = []
+    begun: list[str] = []
 
-    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
-        built.extend(candidate.id for _, candidate in wanted)
+    def begin_builds(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> Builds:
+        begun.extend(candidate.id for _, candidate in wanted)
         return {}
 
-    kernel = make_plan_with_tile(clock, store, build=build).find(SMALL.id)
+    kernel = make_plan_with_tile(clock, store, begin_builds=begin_builds).find(SMALL.id)
     assert kernel is not None
     assert 323 in kernel.times
-    assert built == []
+    assert begun == []
+
+
+def test_other_kernels_are_timed_until_an_expected_kernel_is_built_where_builds_overlap(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323, 390)
+    monkeypatch.setattr(type(devices.get("cpu")), "profile", devices.get("cpu").profile._replace(builds_overlap=True))
+    timed_before = list[dict[int, list[str]]]()
+    worker = FakeWorker(clock, [*SOUND, TILE])
+
+    class Build(Future[Artifact | Verdict]):
+        def result(self, timeout: float | None = None) -> Artifact | Verdict:
+            clock.now += 100.0  # more than there is for timing other M
+            timed_before.extend(worker.timed)
+            return Artifact(TILE.candidate, "digest")
+
+    plan = run_session(worker, SOUND, store, begin_builds=lambda *_: {TILE.id: Build()})
+    assert plan is not None
+    before = {(m, name) for request in timed_before for m, names in request.items() for name in names}
+    assert {(1, SMALL.id), (512, LARGE.id)} <= before
+    assert TILE.id not in {name for _, name in before}
+    kernel = plan.find(TILE.id)
+    assert kernel is not None
+    assert {323, 390, 512} <= set(kernel.times)
+    assert 16 not in kernel.times
+    served = [plan.serving(m) for m in (128, 323, 370, 390, 512)]
+    assert [item.id for item in served if item is not None] == [LARGE.id, TILE.id, TILE.id, TILE.id, LARGE.id]
+
+
+def test_build_that_fails_late_adds_no_kernel(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expect(monkeypatch, TILE, 323)
+    monkeypatch.setattr(type(devices.get("cpu")), "profile", devices.get("cpu").profile._replace(builds_overlap=True))
+
+    class Build(Future[Artifact | Verdict]):
+        def result(self, timeout: float | None = None) -> Artifact | Verdict:
+            return Verdict("build_failed", "no compiler")
+
+    assert make_plan_with_tile(clock, store, begin_builds=lambda *_: {TILE.id: Build()}).find(TILE.id) is None
 
 
 def test_expected_kernel_that_cannot_be_built_is_not_timed(
@@ -729,10 +779,10 @@ def test_expected_kernel_that_cannot_be_built_is_not_timed(
 ) -> None:
     expect(monkeypatch, TILE, 323)
 
-    def build(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
-        return {candidate.id: Verdict("build_failed", "no compiler") for _, candidate in wanted}
+    def begin_builds(wanted: Sequence[tuple[Problem, Candidate]], target: Target) -> Builds:
+        return {candidate.id: finished(Verdict("build_failed", "no compiler")) for _, candidate in wanted}
 
-    assert make_plan_with_tile(clock, store, build=build).find(TILE.id) is None
+    assert make_plan_with_tile(clock, store, begin_builds=begin_builds).find(TILE.id) is None
 
 
 def test_wrong_expected_kernel_does_not_serve(

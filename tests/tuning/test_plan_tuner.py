@@ -47,10 +47,13 @@ from helpers.plans import (
 
 
 class FakePool:
-    build_each = None
+    begin_builds = None
 
     def __init__(self, worker: FakeWorker) -> None:
         self._worker, self.closed = worker, False
+
+    def start(self) -> None:
+        pass
 
     def worker(self) -> FakeWorker:
         return self._worker
@@ -128,6 +131,9 @@ class Immediate:
     def __init__(self, target: Callable[..., None], args: tuple[Any, ...], name: str, daemon: bool) -> None:
         self.start = partial(target, *args)
 
+    def join(self) -> None:
+        pass
+
 
 class FakeBuilders:
     """Builders that record the M and the candidate of each build that is begun."""
@@ -154,7 +160,7 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     monkeypatch.setattr(plan_tuner, "list_ahead", lambda *args: listed.append((args, list(tuner.tuned))))
     monkeypatch.setattr(plan_tuner, "expected_kernels", expected_kernels)
     monkeypatch.setattr(plan_session, "expected_kernels", lambda *_: [])
-    monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
+    monkeypatch.setattr(FakePool, "begin_builds", lambda *_: {})
     monkeypatch.setattr(FakePool, "builders", builders, raising=False)
     profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
@@ -183,7 +189,7 @@ def test_next_weight_is_prepared_while_other_m_are_timed(
     monkeypatch.setattr(plan_tuner, "list_ahead", lambda problem, *_: events.append((problem.n, len(tuner.tuned))))
     monkeypatch.setattr(plan_tuner.PlanSession, "run", lambda *_: events.append((tuner.begun.copy(), len(tuner.tuned))))
     monkeypatch.setattr(plan_tuner, "expected_kernels", lambda *_: [])
-    monkeypatch.setattr(FakePool, "build_each", lambda *_: {})
+    monkeypatch.setattr(FakePool, "begin_builds", lambda *_: {})
     monkeypatch.setattr(FakePool, "builders", FakeBuilders(), raising=False)
     profile = devices.get("cpu").profile._replace(max_predicted=4, builds_overlap=True)
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)

@@ -201,7 +201,7 @@ def test_an_error_while_listing_ahead_is_left_to_the_call_that_needs_the_list(mo
     usual_s, during = sys.getswitchinterval(), list[tuple[float, bool]]()
 
     def fail(*_: object) -> None:
-        during.append((sys.getswitchinterval(), predicted_kernels._LISTING.locked()))
+        during.append((sys.getswitchinterval(), predicted_kernels._SHORT_TURNS.locked()))
         raise RuntimeError("no candidates")
 
     _first_candidates.cache_clear()

@@ -28,7 +28,7 @@ from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.tuning.worker_pool import WorkerPool
 from gemmtune.workers.contract import Limits, WorkerStartError
-from gemmtune.workers.idle_hosts import IDLE_HOSTS
+from gemmtune.workers.host_pool import HOST_POOL
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import VARIABLE
 from gemmtune.workers.worker import Worker
@@ -46,7 +46,7 @@ def hostile_id(name: str) -> str:
 def worker_processes() -> set[psutil.Process]:
     """Return the hosts among the descendants of this process, and what they started. Those that wait for another
     tuning are ended first."""
-    IDLE_HOSTS.close()
+    HOST_POOL.close()
     processes = set()
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

@@ -16,7 +16,7 @@ from gemmtune.core.decision import Verdict
 from gemmtune.core.problem import Operand, Problem
 from gemmtune.core.target import current_cpu
 from gemmtune.testing import toy_compiler
-from gemmtune.workers import builds, idle_hosts
+from gemmtune.workers import builds, host_pool
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
@@ -72,7 +72,7 @@ def test_builds_run_in_parallel() -> None:
 def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host_events: list[str] = []
 
-    class RecordingHost(idle_hosts.Host):
+    class RecordingHost(host_pool.Host):
         def __init__(self, preload: Sequence[str] = ()) -> None:
             super().__init__(preload)
             host_events.append(self.tag)
@@ -81,14 +81,14 @@ def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
             super().fork(process, fds)  # type: ignore[arg-type]
             host_events.append("fork")
 
-    monkeypatch.setattr(idle_hosts, "Host", RecordingHost)
+    monkeypatch.setattr(host_pool, "Host", RecordingHost)
     prebuild([toy_candidate("slow", seconds=0.01 * i) for i in range(5)], limits=LIMITS)
     assert host_events[1:] == ["fork"] * 5
     assert tagged(host_events[0]) == []
 
 
 def test_candidates_without_a_build_need_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idle_hosts, "Host", None)
+    monkeypatch.setattr(host_pool, "Host", None)
     candidate = Candidate.make("aten", "mm")
     assert isinstance(prebuild([candidate, candidate])[candidate.id], Artifact)
     assert prebuild([]) == {}
@@ -211,7 +211,7 @@ def test_candidates_of_several_problems_are_built_at_once() -> None:
     slow = [(replace(PROBLEM, m=m), toy_candidate("slow", number=m)) for m in (3, 7)]
     wanted = [*slow, (PROBLEM, toy_candidate("good")), (PROBLEM, toy_candidate("fails"))]
     with Builders(replace(LIMITS, builders=4)) as builders:
-        built = builders.build_each(wanted, TARGET)
+        built = {name: outcome.result() for name, outcome in builders.begin_each(wanted, TARGET).items()}
     assert set(built) == {candidate.id for _, candidate in wanted}
     verdict = built.pop(toy_candidate("fails").id)
     assert isinstance(verdict, Verdict)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
@@ -81,9 +81,13 @@ def readers(layout: str, device: str) -> Iterator[str]:
                 yield name
 
 
-def preloaded_modules(chosen: Iterable[str]) -> set[str]:
-    """Return the modules that processes which build or run kernels of the chosen backends import first."""
-    return {module for name in chosen for module in get(name).preload}
+def preloaded_modules(device: str) -> list[str]:
+    """Return the modules that processes which build or run kernels for a kind of device import first, sorted.
+
+    Not those of plugins: such a process imports the plugins that it is told of (``workers.protocol.Setup``).
+    """
+    builtin = (name for name in names(device) if name not in plugins())
+    return sorted({module for name in builtin for module in get(name).preload})
 
 
 def versions(target: Target, chosen: Sequence[str] | None = None) -> dict[str, str]:

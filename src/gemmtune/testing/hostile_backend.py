@@ -96,6 +96,12 @@ def _daemon_segv() -> None:
     _segv()
 
 
+def _kill_host() -> None:
+    """Kill the process that this one was forked from, and hang until that ends this one, too."""
+    os.kill(os.getppid(), signal.SIGKILL)
+    _hang()
+
+
 def _fill_memory() -> None:
     """Allocate memory until none is available."""
     allocations = []
@@ -163,6 +169,7 @@ ACTS: dict[str, Callable[[], None]] = {
     "hold": _hold_gil, "spin": _busy_loop, "stop": _stop_process, "fork": _fork, "child": _leave_child,
     "daemon": _leave_daemon, "daemon_segv": _daemon_segv, "fill_memory": _fill_memory, "poison": _lose_context,
     "close": _close_descriptors, "garble": _send_partial_message, "unasked": _send_unrequested,
+    "kill_host": _kill_host,
 }  # fmt: skip
 """What a candidate of each kind does before it computes the correct result, if it still can."""
 

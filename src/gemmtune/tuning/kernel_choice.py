@@ -61,7 +61,8 @@ class _Choice:
     """Scores of sets of kernels. An M without any kernel counts as a regret of ``_UNSERVED``."""
 
     def __init__(self, curves: Curves, bound: float) -> None:
-        self._plain, self._bound, self._weights = curves.plain, bound, point_weights(curves)
+        self._curves, self._plain, self._bound = curves, curves.plain, bound
+        self._weights = point_weights(curves)
         self._is_served = {m: curves.best(m) < math.inf for m in self._weights}
         self._total = sum(self._weights.values()) or 1.0
         self._losses = {
@@ -72,7 +73,9 @@ class _Choice:
 
     def _losses_of(self, regrets: Mapping[int, float]) -> _Losses:
         """Return the losses of a kernel with these regrets, by M."""
-        excess = [max(0.0, regret - self._bound) if self._is_served[m] else 0.0 for m, regret in regrets.items()]
+        excess = [
+            self._curves.excess(regret, m, self._bound) if self._is_served[m] else 0.0 for m, regret in regrets.items()
+        ]
         shares = (self._weights[m] / self._total for m in regrets)
         costs = [
             share * (regret + _BEYOND * beyond)
@@ -136,11 +139,12 @@ def serving(curves: Curves, chosen: Sequence[str], bound: float) -> dict[int, st
         before = min(costs, key=lambda name: costs[name])
         step, origin = {}, {}
         regrets = {name: curves.regret(name, m) for name in chosen}
-        limit = max(bound, min(regrets.values()))
+        least = min(regrets.values())
         for name in chosen:
             stay = costs[name] <= costs[before] + _SWITCH * mean
             origin[name] = name if stay else before
-            regret = weights[m] * min(regrets[name], 10.0) + (_EXCESS if regrets[name] > limit else 0.0)
+            is_beyond = regrets[name] > least and curves.excess(regrets[name], m, bound) > 0.0
+            regret = weights[m] * min(regrets[name], 10.0) + (_EXCESS if is_beyond else 0.0)
             step[name] = (costs[name] if stay else costs[before] + _SWITCH * mean) + regret
         costs = step
         back.append(origin)

@@ -9,17 +9,20 @@ and stored with the intervals.
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future
+from typing import NamedTuple
 
+from ..backends.base import Artifact
 from ..core import devices
 from ..core.decision import Verdict
 from ..core.tuned_plan import PlanInterval, TunedPlan
 from . import intervals
 from .plan_measurements import BATCH
-from .plan_pool import kernel_pool, nearest_sizes
+from .plan_pool import PoolKernel, kernel_pool, nearest_sizes
 from .predicted_kernels import expected_kernels
 from .weight_session import WeightSession
-from .worker_pool import BuildKernels
+from .worker_pool import BeginBuilds
 
 _STEPS_UP_TO = 16  # the M after a power of two is timed up to this part of the range: calls take long at its end
 # From here on the M before a power of two is timed, too, and the M in the middle to the next one. cuBLAS takes 108 us
@@ -40,26 +43,37 @@ _SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
 
+class _Building(NamedTuple):
+    """A kernel whose build was begun."""
+
+    kernel: PoolKernel
+    outcome: Future[Artifact | Verdict]
+
+
 class PlanSession(WeightSession):
     """The tuning session of one weight over a range of M, whose intervals are found by measurements."""
 
-    def run(self, seconds: float, build: BuildKernels | None = None) -> TunedPlan | None:
+    _late: Sequence[_Building] = ()  # kernels that others are timed without meanwhile
+
+    def run(self, seconds: float, begin_builds: BeginBuilds | None = None) -> TunedPlan | None:
         """Return the TunedPlan, measured in about ``seconds``; None when no kernel can serve anything.
 
-        build: builds kernels that no Decision has, and returns the outcome of each by its id; None: the worker builds
-        them. When a kernel fails, those that it kept out of the pool by its speed are measured, too, in up to half of
-        the time again. Raises WorkerError when the worker cannot open the Problem, or is lost again and again.
+        begin_builds: begins to build kernels that no Decision has, and returns the future of each outcome by its id;
+        None: the worker builds them. When a kernel fails, those that it kept out of the pool by its speed are measured,
+        too, in up to half of the time again. Raises WorkerError when the worker cannot open the Problem, or is lost
+        again and again.
         """
         self._extend_pool()
         self._started = time.perf_counter()
-        self._add_predicted(build)
+        self._add_predicted(begin_builds)
         self._end = time.perf_counter() + seconds
         self._worker.open(self._problem, self._seed)
         while True:
             self._time_coarsely()
             self._time_predicted()
-            self._time_under_load(seconds)
             self._scan_plain(seconds)
+            self._time_late()
+            self._time_under_load(seconds)
             stopped = self._refine()
             self._time_thin_margins()
             chosen = self._verified_choice()
@@ -75,8 +89,9 @@ class PlanSession(WeightSession):
         self._add(new)
         return bool(new)
 
-    def _add_predicted(self, build: BuildKernels | None) -> None:
-        """Add kernels that are expected to be fast at other M. Those that no Decision has are built first."""
+    def _add_predicted(self, begin_builds: BeginBuilds | None) -> None:
+        """Add kernels that are expected to be fast at other M. Those that no Decision has are built first; where builds
+        do not disturb timing, others are timed meanwhile (``_time_late``)."""
         expected = expected_kernels(
             self._problem, self._target, self._decisions, self._sizes, self._counts, self._faulty
         )
@@ -84,12 +99,48 @@ class PlanSession(WeightSession):
             if kernel.id in self._measurements.pool:
                 self._measurements.pool[kernel.id].predicted_for |= kernel.predicted_for
         kernels = [kernel for kernel in expected if kernel.id not in self._measurements.pool]
-        if kernels and build is not None:
-            builds = build([(self._sizes.at(self._problem, k.tuned_m), k.candidate) for k in kernels], self._target)
-            kernels = [kernel for kernel in kernels if not isinstance(builds[kernel.id], Verdict)]
+        if not kernels or begin_builds is None:
+            self._add(kernels)
+            return
+        outcomes = begin_builds(
+            [(self._sizes.at(self._problem, k.tuned_m), k.candidate) for k in kernels], self._target
+        )
+        builds = [_Building(kernel, outcomes[kernel.id]) for kernel in kernels]
+        if devices.get(self._target.device).profile.builds_overlap:
+            self._late = [build for build in builds if not build.outcome.done()]
+        self._add_built(build for build in builds if build not in self._late)
+
+    def _add_built(self, builds: Iterable[_Building]) -> list[str]:
+        """Wait for builds, and add the kernels of those that succeeded. Return their ids."""
+        kernels = [build.kernel for build in builds if not isinstance(build.outcome.result(), Verdict)]
         self._add(kernels)
+        return [kernel.id for kernel in kernels]
 
     # --- timing
+
+    def _time_late(self) -> None:
+        """Add the kernels that were still being built, and time them. The time for other M is not shortened by what
+        their builds take."""
+        if not self._late:
+            return
+        started = time.perf_counter()
+        added, self._late = self._add_built(self._late), ()
+        self._end += time.perf_counter() - started
+        self._time_added(added)
+        self._time_predicted()
+
+    def _time_added(self, added: Sequence[str]) -> None:
+        """Time kernels of which others have times at the M that were measured so far, where they are expected to be
+        fast, together with those that were fast there."""
+        layouts = [self._measurements.curves(packing) for packing in self._measurements.layouts()]
+        wanted: dict[int, list[str]] = {}
+        for m in sorted({m for curves in layouts for m in curves.sizes}):
+            new = [name for name in added if name in self._active(m)]
+            if new:
+                near = (name for curves in layouts for name in self._measurements.names_near(curves, m))
+                wanted[m] = list(dict.fromkeys((*near, *new)))
+        budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
+        self._time_in_batches(list(wanted), lambda m: wanted[m], budget_s, self._fewer_if_slow)
 
     def _time_coarsely(self) -> None:
         """Time the kernels at the powers of two, some odd neighbors and the M of the Decisions, smallest M first."""

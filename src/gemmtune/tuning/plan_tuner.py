@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import math
 import threading
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
 from typing import TypeGuard, TypeVar
 
@@ -24,7 +24,7 @@ from ..workers.contract import WorkerStartError
 from .config_keys import ConfigKey, keyed
 from .keyed_plan import KeyedSession
 from .plan_session import PlanSession
-from .predicted_kernels import expected_kernels, list_ahead
+from .predicted_kernels import expected_kernels, list_ahead, short_turns
 from .sizes import SizeRange, Sizes, parse_sizes
 from .tuner import LEASE_S, POLL_S, Tuner
 from .weight_session import WeightSession
@@ -121,7 +121,7 @@ class PlanTuner:
         ranges = [keyed(sizes, self._config_key) for sizes in parsed]
         decisions: list[Decision] = []
         plans: list[TunedPlan] = []
-        with closing(self._tuner.new_pool()) if pool is None else nullcontext(pool) as pool:
+        with contextlib.closing(self._tuner.new_pool()) if pool is None else contextlib.nullcontext(pool) as pool:
             self._following = list(zip(weights, ranges, strict=True))
             while self._following:
                 weight, sizes = self._following.pop(0)
@@ -151,13 +151,20 @@ class PlanTuner:
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         decisions: list[Decision] = []
+        pool.start()  # before the builders are forked from the same process
         self._list_ahead(weight, sizes, pool)  # while the worker starts
         for pair in itertools.pairwise(reversed(sizes.tuned)):
             for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
                 self._tuner.begin_builds(weight.at(m), pool, later=m != pair[0])
             decisions += self._decide(weight, pair[:1], pool)
-        self._build_ahead(weight, sizes, decisions, pool)
-        return decisions + self._decide(weight, sizes.tuned[:1], pool)
+        # Choosing the kernels took 0.5 s, in which the worker was idle (int8 weights 4096x4096, beside an H200).
+        arguments = (weight, sizes, decisions, pool)
+        choosing = threading.Thread(target=self._build_ahead, args=arguments, name="gemmtune-choose", daemon=True)
+        choosing.start()
+        try:
+            return decisions + self._decide(weight, sizes.tuned[:1], pool)
+        finally:
+            choosing.join()  # it must begin no build after the pool is closed
 
     def _keeps(self, stored: TunedPlan | None, sizes: SizeRange) -> TypeGuard[TunedPlan]:
         """Whether a weight's stored plan is kept, rather than replaced by one for a range."""
@@ -183,9 +190,12 @@ class PlanTuner:
         self._list_ahead(weight, sizes, pool)
 
     def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
-        """Begin to build the kernels that the Decisions so far make the plan try at other M."""
+        """Begin to build the kernels that the Decisions so far make the plan try at other M. Never raises: the plan's
+        own choice of them raises a backend's error."""
         usable = _usable(decisions)
-        if usable and self._builds_ahead(pool):
+        if not usable or not self._builds_ahead(pool):
+            return
+        with contextlib.suppress(Exception), short_turns():
             counts = recorded(weight.counts)
             for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
                 problem = weight.at(kernel.tuned_m)
@@ -193,7 +203,7 @@ class PlanTuner:
 
     def _builds_ahead(self, pool: WorkerPool) -> bool:
         """Whether kernels are built while an M is decided."""
-        return self._profile.builds_overlap and pool.build_each is not None
+        return self._profile.builds_overlap and pool.begin_builds is not None
 
     def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
         """Return the Decisions of a weight at some M."""
@@ -255,7 +265,7 @@ class PlanTuner:
         if sizes.runs:
             return session(KeyedSession).run(self._sweep_s(sizes))
         self._prepare_following(pool)
-        return session(PlanSession).run(self._sweep_s(sizes), pool.build_each)
+        return session(PlanSession).run(self._sweep_s(sizes), pool.begin_builds)
 
     def _sweep_s(self, sizes: SizeRange) -> float:
         """Return the seconds for timing kernels at other M of a range: by default those for all M, times the share of

@@ -52,7 +52,7 @@ _TEMPLATE_COUNTS = 2  # the weight of a template's scale, where that of a varian
 _LEAST_GAIN = 0.01  # an estimated gain below this share of the time is not expected
 _MOST_GAIN = 1.0  # of a kernel, where nothing else has an estimate
 _TURN_S = 2e-4  # seconds for which the listing on a thread keeps Python's interpreter lock
-_LISTING = threading.Lock()  # held by the thread that lists
+_SHORT_TURNS = threading.Lock()  # held by the thread in ``short_turns``
 _TILE_SIZES = ("bm", "bn", "split")
 
 _Config = tuple[tuple[str, object], ...]  # names and values
@@ -102,27 +102,28 @@ def expected_kernels(
 def list_ahead(problem: Problem, target: Target, sizes: SizeRange) -> None:
     """List the candidates that ``expected_kernels`` considers, so that a later call need not: that takes 2 to 4 s for a
     GPU's kernels. To be called on a thread of its own. Never raises: the later call raises a backend's error."""
-    with contextlib.suppress(Exception), _LISTING, _short_turns():
+    with contextlib.suppress(Exception), short_turns():
         for name in backends.names(target.device):
             for m in _grid(sizes):
                 _first_candidates(backends.get(name), sizes.at(problem, m), target)
 
 
 @contextlib.contextmanager
-def _short_turns() -> Iterator[None]:
-    """Return a context in which a thread that waits for Python's interpreter lock has it after ``_TURN_S``; by default
-    after 5 ms. Not for two threads at once: the setting is the process's.
+def short_turns() -> Iterator[None]:
+    """Return a context for a thread that computes while others talk to a worker: these have Python's interpreter lock
+    after ``_TURN_S``; by default after 5 ms. The setting is the process's: a second thread waits for the first.
 
     Beside a listing with the default, a byte to another process and back took 7.5 ms, with this 0.44, alone 0.02 (two
     cores of an EPYC, by hand). The first Decision of a process's second weight tried 7 candidates in its time, and
     tries 34 and 55 (benchmarks/results/tuning-timeline-h100-20261128.txt).
     """
-    usual_s = sys.getswitchinterval()
-    sys.setswitchinterval(_TURN_S)
-    try:
-        yield
-    finally:
-        sys.setswitchinterval(usual_s)
+    with _SHORT_TURNS:
+        usual_s = sys.getswitchinterval()
+        sys.setswitchinterval(_TURN_S)
+        try:
+            yield
+        finally:
+            sys.setswitchinterval(usual_s)
 
 
 def kernels_for_last_size(

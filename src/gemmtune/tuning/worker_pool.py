@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import Future
 from pathlib import Path
 
-from .. import backends
 from ..backends.base import Artifact
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
@@ -14,12 +14,12 @@ from ..core.target import Target
 from ..timing.clock import Latency
 from ..workers.builds import Builders
 from ..workers.contract import Limits, MeasurementWorker
-from ..workers.idle_hosts import IDLE_HOSTS
+from ..workers.host_pool import HOST_POOL
 from ..workers.local_worker import LocalWorker
 from ..workers.worker import Worker
 
-# Builds candidates, each for a Problem, and returns the outcomes by candidate id.
-BuildKernels = Callable[[Iterable[tuple[Problem, Candidate]], Target], Mapping[str, Artifact | Verdict]]
+# Begins to build candidates, each for a Problem, and returns the futures of the outcomes by candidate id.
+BeginBuilds = Callable[[Iterable[tuple[Problem, Candidate]], Target], Mapping[str, Future[Artifact | Verdict]]]
 
 
 class WorkerPool:
@@ -36,7 +36,7 @@ class WorkerPool:
         self._target, self._isolate, self._limits, self._latency = target, isolate, limits, latency
         self._artifacts = artifacts
         self._worker: MeasurementWorker | None = None
-        self.builders = Builders(artifacts=artifacts, hosts=IDLE_HOSTS)
+        self.builders = Builders(artifacts=artifacts, hosts=HOST_POOL)
         self.durations_s: list[float] = []
         self.pending: list[Problem] = []
         self.expected: list[Problem] = []
@@ -51,7 +51,7 @@ class WorkerPool:
                     limits=self._limits,
                     latency=self._latency,
                     artifacts=self._artifacts,
-                    hosts=IDLE_HOSTS,
+                    hosts=HOST_POOL,
                 )
                 if self._isolate
                 else LocalWorker(self._target, latency=self._latency, artifacts=self._artifacts)
@@ -63,12 +63,13 @@ class WorkerPool:
         """Begin to start the worker and the process that builders are forked from, without waiting."""
         self.worker()
         if self._isolate:
-            self.builders.start(backends.names(self._target.device))
+            self.builders.start(self._target.device)
 
     @property
-    def build_each(self) -> BuildKernels | None:
-        """The function that builds candidates of several Problems; None without isolation: the worker builds them."""
-        return self.builders.build_each if self._isolate else None
+    def begin_builds(self) -> BeginBuilds | None:
+        """The function that begins to build candidates of several Problems; None without isolation: the worker builds
+        them."""
+        return self.builders.begin_each if self._isolate else None
 
     def close(self) -> None:
         """End the worker and the builders. The processes that they are forked from wait for another tuning for a

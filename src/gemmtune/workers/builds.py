@@ -10,8 +10,9 @@ reads the artifact from there. A candidate whose artifact exists costs no proces
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from enum import IntEnum
@@ -30,7 +31,7 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.machine import allowed_cpus
 from .contract import WorkerStartError, expect, ignore, path_or_none
-from .idle_hosts import IdleHosts
+from .host_pool import HostPool
 from .process import Host, Lost, Process
 from .protocol import Build, Built, Ready, Setup
 
@@ -57,18 +58,20 @@ class Builders:
 
     artifacts: the directory for built files; None: that of the default store. The process that builders are forked from
     is started at the first build, and kept running. hosts: where it comes from, and where ``close`` puts it back; None:
-    it is a new one, which ends.
+    it is a new one, which ends. A worker of the same ``hosts`` may share it.
     """
 
     def __init__(
-        self, limits: BuildLimits | None = None, artifacts: Path | None = None, hosts: IdleHosts | None = None
+        self, limits: BuildLimits | None = None, artifacts: Path | None = None, hosts: HostPool | None = None
     ) -> None:
         self._limits, self._artifacts = limits or BuildLimits(), artifacts
-        self._hosts = IdleHosts(most=0) if hosts is None else hosts
+        self._hosts = HostPool(most=0) if hosts is None else hosts
         self._running = _Running()
         self._count = self._limits.builders or len(allowed_cpus())
         self._slots = _BuildSlots(self._count)
+        self._host_lock = threading.Lock()
         self._host: Host | None = None
+        self._ahead_lock = threading.Lock()
         self._background: dict[_Turn, ThreadPoolExecutor] = {}
         self._early_builds: dict[tuple[str, str], _EarlyBuild] = {}
 
@@ -82,37 +85,38 @@ class Builders:
         that inherit ``Backend.build``) and existing artifacts need no process. Call it before any timing, and with all
         candidates at once. Raises WorkerStartError when no process can be started, ValueError for an unknown backend.
         """
-        chosen = {candidate.id: candidate for candidate in candidates}
-        results: dict[str, Artifact | Verdict] = {}
-        compiled: list[Candidate] = []
-        for candidate in chosen.values():
-            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
-            if artifact is not None:
-                results[candidate.id] = artifact
-            else:
-                compiled.append(candidate)
-        if compiled:
-            results |= self._build_all(problem, compiled, target)
-        return {name: results[name] for name in chosen}
+        finished = False
+        try:
+            builds = self._begin_all(problem, candidates, target)
+            results = {name: future.result() for name, future in builds.items()}
+            finished = True
+        finally:  # also on Ctrl-C: waiting builds are dropped, and running ones lose their host
+            if not finished:
+                self.close()
+        return results
 
-    def build_each(self, wanted: Iterable[tuple[Problem, Candidate]], target: Target) -> dict[str, Artifact | Verdict]:
-        """Build candidates of several Problems in parallel and return the outcome of each by its id, as a call does."""
+    def begin_each(
+        self, wanted: Iterable[tuple[Problem, Candidate]], target: Target
+    ) -> dict[str, Future[Artifact | Verdict]]:
+        """Begin to build candidates of several Problems in parallel, and return the future of each outcome by its id.
+
+        The futures' results are those of a call, and raise what it raises.
+        """
         by_problem: dict[Problem, list[Candidate]] = {}
         for problem, candidate in wanted:
             by_problem.setdefault(problem, []).append(candidate)
-        for problem, candidates in by_problem.items():
-            self.ahead(problem, candidates, target)
-        return {name: built for item in by_problem.items() for name, built in self(*item, target).items()}
+        return {name: future for item in by_problem.items() for name, future in self._begin_all(*item, target).items()}
 
     def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool = False) -> None:
         """Begin to build candidates that a later call for this Problem will ask for, and return.
 
         One processor is left free, and builds that a call waits for come first; those that are needed ``later``, for
-        another Problem than the one that is tuned now, come last. Use it only where this disturbs no timing; never
-        raises.
+        another Problem than the one that is tuned now, come last. Use it only where this disturbs no timing. Several
+        threads may call it; never raises.
         """
-        requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
-        with contextlib.suppress(WorkerError, ValueError):  # a later call that needs the build raises the error
+        # A later call that needs the build raises the error.
+        with self._ahead_lock, contextlib.suppress(WorkerError, ValueError):
+            requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
             missing = [candidate for candidate in requested.values() if self._is_missing(problem, candidate, target)]
             if not missing:
                 return
@@ -125,10 +129,10 @@ class Builders:
                 future = self._background[turn].submit(self._build_early, self._slots, turn, jobs, candidate, claim)
                 self._early_builds[problem.key, candidate.id] = _EarlyBuild(claim, future)
 
-    def start(self, backend_names: Iterable[str]) -> None:
-        """Begin to start the process that builders are forked from, for some backends, and return. Raises
-        WorkerStartError when it cannot be started."""
-        self._ready_host(backends.preloaded_modules(backend_names))
+    def start(self, device: str) -> None:
+        """Begin to start the process that builders are forked from, for a kind of device, and return. Raises
+        WorkerError when it cannot be started."""
+        self._ready_host(device)
 
     def close(self) -> None:
         """End the builds in progress, and the process that builders are forked from unless it is put back.
@@ -137,9 +141,11 @@ class Builders:
         self._running.end()
         for pool in self._background.values():
             pool.shutdown(cancel_futures=True)
-        if self._host is not None:
-            self._hosts.put_back(self._host)
-        self._host, self._running = None, _Running()
+        with self._host_lock:
+            if self._host is not None:
+                self._hosts.put_back(self._host)
+            self._host = None
+        self._running = _Running()
         self._background.clear()
         self._early_builds.clear()
         self._slots = _BuildSlots(self._count)
@@ -150,10 +156,22 @@ class Builders:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _build_all(
-        self, problem: Problem, candidates: list[Candidate], target: Target
-    ) -> dict[str, Artifact | Verdict]:
-        jobs = self._jobs(problem, candidates, target)
+    def _begin_all(
+        self, problem: Problem, candidates: Iterable[Candidate], target: Target
+    ) -> dict[str, Future[Artifact | Verdict]]:
+        """Begin to build candidates of a Problem, and return the future of each outcome by its id."""
+        futures: dict[str, Future[Artifact | Verdict]] = {}
+        compiled: list[Candidate] = []
+        for candidate in {candidate.id: candidate for candidate in candidates}.values():
+            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
+            futures[candidate.id] = Future()
+            if artifact is not None:
+                futures[candidate.id].set_result(artifact)
+            else:
+                compiled.append(candidate)
+        if not compiled:
+            return futures
+        jobs = self._jobs(problem, compiled, target)
         slots, early_builds = self._slots, self._early_builds
         pool = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-build")
 
@@ -165,15 +183,9 @@ class Builders:
             with slots.acquired(_Turn.NOW):
                 return jobs.build(candidate)
 
-        finished = False
-        try:
-            built = list(pool.map(build, candidates))
-            finished = True
-        finally:  # also on Ctrl-C: waiting builds are dropped, and running ones lose their host
-            if not finished:
-                self.close()
-            pool.shutdown(cancel_futures=True)
-        return {candidate.id: result for candidate, result in zip(candidates, built, strict=True)}
+        futures |= {candidate.id: pool.submit(build, candidate) for candidate in compiled}
+        pool.shutdown(wait=False)  # its threads end after their builds
+        return futures
 
     @staticmethod
     def _build_early(
@@ -190,14 +202,19 @@ class Builders:
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
         share = int(_MEMORY_SHARE * psutil.virtual_memory().available) // min(self._count, len(candidates))
-        host = self._ready_host(backends.preloaded_modules({candidate.backend for candidate in candidates}))
-        return _Jobs(host, self._running, problem, target, limits, limits.memory or share, self._artifacts)
+        ready_host = functools.partial(self._ready_host, target.device)
+        ready_host()  # begin to start it now
+        return _Jobs(ready_host, self._running, problem, target, limits, limits.memory or share, self._artifacts)
 
-    def _ready_host(self, preload: set[str]) -> Host:
-        if self._host is not None and not self._host.alive:
-            self.close()
-        self._host = self._host or self._hosts.take(sorted(preload))
-        return self._host
+    def _ready_host(self, device: str) -> Host:
+        """Return the process to fork builders from, which has imported what builds for a kind of device need. One that
+        ended is replaced. Raises WorkerError when no process can be spawned."""
+        with self._host_lock:
+            if self._host is not None and not self._host.alive:
+                self._hosts.put_back(self._host)
+                self._host = None
+            self._host = self._host or self._hosts.take(backends.preloaded_modules(device))
+            return self._host
 
 
 class _Running:
@@ -206,13 +223,13 @@ class _Running:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._processes: set[Process] = set()
-        self._ended = False
+        self.ended = False
 
     @contextlib.contextmanager
     def include(self, process: Process) -> Iterator[None]:
         """Return a context in which ``end`` ends a process. Raises WorkerStartError after ``end``."""
         with self._lock:
-            if self._ended:
+            if self.ended:
                 raise WorkerStartError("building was ended")
             self._processes.add(process)
         try:
@@ -224,7 +241,7 @@ class _Running:
     def end(self) -> None:
         """End all processes; the threads that wait for their replies raise Lost."""
         with self._lock:
-            self._ended = True
+            self.ended = True
             for process in self._processes:
                 process.end()
 
@@ -285,10 +302,10 @@ class _EarlyBuild:
 
 @dataclass(frozen=True, slots=True)
 class _Jobs:
-    """The common inputs of the builds of one Problem. running: has the processes of builds in progress. memory: bytes
-    per builder; artifacts: as in ``Builders``."""
+    """The common inputs of the builds of one Problem. ready_host: returns the process to fork builders from. running:
+    has the processes of builds in progress. memory: bytes per builder; artifacts: as in ``Builders``."""
 
-    host: Host
+    ready_host: Callable[[], Host]
     running: _Running
     problem: Problem
     target: Target
@@ -297,8 +314,22 @@ class _Jobs:
     artifacts: Path | None
 
     def build(self, candidate: Candidate) -> Artifact | Verdict:
-        """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started."""
-        with contextlib.closing(Process(self.host, self.limits.build_s)) as process, self.running.include(process):
+        """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started.
+
+        A build whose host ended is repeated once, in a new one: another process of the host may have caused it.
+        """
+        host = self.ready_host()
+        try:
+            built = self._build_in(host, candidate)
+            if not isinstance(built, Verdict) or built.kind != "crashed" or host.alive or self.running.ended:
+                return built
+        except WorkerStartError:
+            if host.alive or self.running.ended:
+                raise
+        return self._build_in(self.ready_host(), candidate)
+
+    def _build_in(self, host: Host, candidate: Candidate) -> Artifact | Verdict:
+        with contextlib.closing(Process(host, self.limits.build_s)) as process, self.running.include(process):
             try:
                 guests, modules, artifacts = backends.plugins(), plugins.modules(), path_or_none(self.artifacts)
                 process.send(Setup(self.target.to_dict(), guests, modules, artifacts=artifacts))

@@ -31,7 +31,7 @@ from .contract import (
     ignore,
     path_or_none,
 )  # fmt: skip
-from .idle_hosts import IdleHosts
+from .host_pool import HostPool
 from .process import Host, Lost, Process
 from .protocol import (
     Attempt,
@@ -80,9 +80,9 @@ class Worker:
         limits: Limits | None = None,
         latency: Latency = "graph",
         artifacts: Path | None = None,
-        hosts: IdleHosts | None = None,
+        hosts: HostPool | None = None,
     ) -> None:
-        self._hosts = IdleHosts(most=0) if hosts is None else hosts
+        self._hosts = HostPool(most=0) if hosts is None else hosts
         self._target, self._limits = target, limits or Limits()
         self._setup = Setup(
             target.to_dict(), backends.plugins(), warm=True, latency=latency, artifacts=path_or_none(artifacts)
@@ -111,12 +111,10 @@ class Worker:
         if self._process is not None:
             return
         if self._host is not None and not self._host.alive:
-            self._host.close()
+            self._hosts.put_back(self._host)
             self._host = None
         if self._host is None:
-            # Not those of plugins: the worker itself imports the plugins that it is told of (``Setup.guests``).
-            builtin = set(backends.names(self._target.device)) - backends.plugins().keys()
-            self._host = self._hosts.take(sorted(backends.preloaded_modules(builtin)))
+            self._host = self._hosts.take(backends.preloaded_modules(self._target.device))
         self.starts += 1
         self._process = Process(self._host, self._limits.silence_s)
         self._opened = self._ready_once = self._suspect = False
@@ -280,6 +278,8 @@ class Worker:
         try:
             self._receive(self._limits.start_s, Ready, ignore)
         except WorkerError as error:
+            if self._host is not None:
+                self._host.close()  # others may use it, too: nobody takes it again
             self.close()
             raise WorkerStartError(f"the worker process could not be started: {error}") from error
         self._ready_once = True
@@ -296,12 +296,16 @@ class Worker:
     ) -> R:
         """Return the reply to a request.
 
-        A worker that declines after something crashed in it is replaced, and the request is sent again.
+        A worker that declines after something crashed in it is replaced, and the request is sent again. So is a worker
+        whose host ended: another process of the host may have caused it.
         """
         try:
             return self._exchange(request, limit_s, reply_type, progress)
         except Declined:
             if not self._suspect:
+                raise
+        except WorkerLost as loss:
+            if loss.verdict.kind != "crashed" or self._host is None or self._host.alive:
                 raise
         self._end_process()
         if request is self._problem:
