@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -24,6 +25,7 @@ from gemmtune.tuning.searcher import SearchOptions
 from gemmtune.tuning.session_context import SessionContext
 from gemmtune.tuning.time_budget import TimeBudget
 from gemmtune.workers.protocol import Attempted
+from helpers.builds import finished
 
 OK = Verdict("within_bound")
 WRONG = Verdict("wrong", "one element")
@@ -319,18 +321,31 @@ def test_first_builds_are_the_first_of_each_template_that_needs_building(clock: 
 
 
 class Builds:
-    """A ``build`` that notes its calls. slow_s: the seconds that a call takes. failing: ids whose build fails."""
+    """A ``build`` that notes its calls. slow_s: the seconds that a call takes. failing: ids whose build fails.
+    unfinished: those whose build does not end by itself."""
 
-    def __init__(self, clock: Clock, slow_s: float = 0.0, failing: Iterable[Candidate] = ()) -> None:
+    def __init__(
+        self, clock: Clock, slow_s: float = 0.0, failing: Iterable[Candidate] = (), unfinished: Iterable[Candidate] = ()
+    ) -> None:
         self.clock, self.slow_s, self.failing = clock, slow_s, {candidate.id for candidate in failing}
+        self.unfinished = {candidate.id for candidate in unfinished}
         self.calls: list[list[Candidate]] = []
+        self.futures: dict[str, Future[Artifact | Verdict]] = {}
 
-    def __call__(self, problem: Problem, candidates: Iterable[Candidate], target: Target) -> dict[str, Any]:
+    def __call__(
+        self, problem: Problem, candidates: Iterable[Candidate], target: Target
+    ) -> dict[str, Future[Artifact | Verdict]]:
         assert (problem, target) == (PROBLEM, TARGET)
         self.calls.append(list(candidates))
         self.clock.now += self.slow_s
         failure = Verdict("build_failed", "no")
-        return {c.id: failure if c.id in self.failing else Artifact(c, "") for c in self.calls[-1]}
+        self.futures |= {
+            c.id: Future()
+            if c.id in self.unfinished
+            else finished(failure if c.id in self.failing else Artifact(c, ""))
+            for c in self.calls[-1]
+        }
+        return {c.id: self.futures[c.id] for c in self.calls[-1]}
 
 
 Y = make("y", 20)
@@ -412,6 +427,56 @@ def test_first_builds_go_on_while_candidates_are_tried_where_that_disturbs_nothi
     assert builds.calls == [Y[:2], Y[2:3]]
     assert session.tried == Y[:3]
     assert session.context.budget.elapsed_s == 0.0
+
+
+def overlapping_session(clock: Clock, search: ListedSearch, builds: Builds, **options: Any) -> Session:
+    return Session(clock, search, candidates=Y, build=builds, build_ahead=lambda *_: None, **options)
+
+
+def test_others_are_tried_while_a_slow_candidate_is_built_where_that_disturbs_nothing(clock: Clock) -> None:
+    builds, search = Builds(clock, unfinished=Y[1:2]), ListedSearch(Y[:3], Y[4:6], Y[6:8])
+    session = overlapping_session(clock, search, builds)
+
+    def attempt(candidate: Candidate, *limits: float | None) -> Attempted:
+        if candidate == Y[5]:
+            builds.futures[Y[1].id].set_result(Artifact(Y[1], ""))
+        return ScriptedWorker.attempt(session.worker, candidate, *limits)  # type: ignore[arg-type]
+
+    session.worker.attempt = attempt  # type: ignore[assignment, method-assign]
+    session.exploration.run(None)
+    assert session.tried == [Y[0], Y[2], Y[4], Y[5], Y[1], Y[6], Y[7]]
+    assert [name for name, _ in search.told] == [candidate.id for candidate in session.tried]
+
+
+def test_search_goes_on_when_the_only_finished_build_failed(clock: Clock) -> None:
+    builds = Builds(clock, failing=Y[:1], unfinished=Y[1:2])
+    session = overlapping_session(clock, ListedSearch(Y[:2], Y[4:6]), builds, budget_s=0.02)
+    session.exploration.run(None)
+    assert session.tried == Y[4:6]
+
+
+def test_slow_build_that_fails_late_is_told_to_the_search(clock: Clock) -> None:
+    builds, search = Builds(clock, unfinished=Y[1:2]), ListedSearch(Y[:2], Y[4:5])
+    session = overlapping_session(clock, search, builds)
+
+    def attempt(candidate: Candidate, *limits: float | None) -> Attempted:
+        if candidate == Y[4]:
+            builds.futures[Y[1].id].set_result(Verdict("build_failed", "no"))
+        return ScriptedWorker.attempt(session.worker, candidate, *limits)  # type: ignore[arg-type]
+
+    session.worker.attempt = attempt  # type: ignore[assignment, method-assign]
+    session.exploration.run(None)
+    assert session.tried == [Y[0], Y[4]]
+    assert search.told[-1] == (Y[1].id, None)
+    assert session.context.ledger[Y[1].id].stage == "failed"
+
+
+def test_last_builds_are_waited_for_in_the_time_for_exploring_only(clock: Clock) -> None:
+    builds = Builds(clock, unfinished=Y[1:2])
+    session = overlapping_session(clock, ListedSearch(Y[:2]), builds, budget_s=0.02)
+    stopped = session.exploration.run(None)
+    assert session.tried == Y[:1]
+    assert stopped == "the time for exploring was spent before 1 more candidates were built"
 
 
 def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,10 +50,17 @@ def run_search(search: LocalSearch, time: Callable[[Candidate], float | None]) -
 
 def test_baselines_are_first_then_seeds_of_each_template() -> None:
     others = grid()[:20] + grid(template="gemv")[:20]
-    search = LocalSearch([*ATEN, *others], seeds=2)
+    search = LocalSearch([*ATEN, *others], seeds=3)
     assert search.ask() == ATEN
-    assert search.ask() == [others[0], others[20]]
-    assert search.ask() == [others[1], others[21]]
+    assert search.ask() == [*others[:2], *others[20:22]]
+    assert search.ask() == [others[2], others[22]]
+
+
+def test_turns_of_many_templates_have_one_seed_of_each() -> None:
+    grids = [grid(template=f"t{index}")[:3] for index in range(5)]
+    search = LocalSearch([candidate for group in grids for candidate in group], seeds=2)
+    for turn in range(2):
+        assert search.ask() == [group[turn] for group in grids]
 
 
 def test_first_candidates_follow_the_baselines() -> None:
@@ -63,7 +70,7 @@ def test_first_candidates_follow_the_baselines() -> None:
     assert search.left == len(ATEN) + 2 + 7  # one of the first is also a seed
     assert search.ask() == ATEN
     assert search.ask() == [others[7], others[9]]
-    assert search.ask() == [others[0]]
+    assert search.ask() == others[:4]
 
 
 def test_best_candidate_is_tried_within_half_of_the_space() -> None:

@@ -35,6 +35,7 @@ from gemmtune.tuning.plan_session import PlanSession
 from gemmtune.tuning.sizes import SizeRange
 from gemmtune.tuning.worker_pool import BeginBuilds
 from gemmtune.workers.contract import WorkerLost
+from helpers.builds import finished
 from helpers.gpus import H200
 from helpers.plans import (
     COMPOSITE,
@@ -679,12 +680,6 @@ def expect(monkeypatch: pytest.MonkeyPatch, kernel: SimulatedKernel, *sizes: int
         return [expected]
 
     monkeypatch.setattr(plan_session, "expected_kernels", expected_kernels)
-
-
-def finished(outcome: Artifact | Verdict) -> Future[Artifact | Verdict]:
-    future = Future[Artifact | Verdict]()
-    future.set_result(outcome)
-    return future
 
 
 def make_plan_with_tile(clock: FakeTime, store: MemoryStore, **options: Any) -> TunedPlan:

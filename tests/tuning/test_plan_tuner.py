@@ -146,15 +146,15 @@ class FakeBuilders:
         self.begun += [(problem.m, candidate.id) for candidate in candidates]
 
 
-def test_expected_kernels_are_built_while_the_last_decision_is_made(
+def test_expected_kernels_are_built_while_the_last_two_decisions_are_made(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tuner, builders, seen, listed = FakeTuner(clock), FakeBuilders(), list[list[int]](), list[Any]()
-    expected = PoolKernel.of(SMALL.candidate, 77, None)
+    expected = [PoolKernel.of(SMALL.candidate, 77, None), PoolKernel.of(LARGE.candidate, 17, None)]
 
     def expected_kernels(problem: Problem, target: Target, decisions: Sequence[Decision], *_: Any) -> list[PoolKernel]:
         seen.append([int(decision.problem["m"]) for decision in decisions])
-        return [expected]
+        return expected
 
     monkeypatch.setattr(plan_tuner, "threading", SimpleNamespace(Thread=Immediate))
     monkeypatch.setattr(plan_tuner, "list_ahead", lambda *args: listed.append((args, list(tuner.tuned))))
@@ -166,12 +166,13 @@ def test_expected_kernels_are_built_while_the_last_decision_is_made(
     monkeypatch.setattr(type(devices.get("cpu")), "profile", profile)
     decisions, plans = tune(tuner, store, range(1, 129))
     assert tuner.tuned == [[128], [32], [8], [1]]
-    assert (tuner.begun_now, tuner.begun) == ([128, 32, 8], [32, 8, 1])  # before the others, and behind them
-    assert seen == [[128, 32, 8]]
+    assert (tuner.begun_now, tuner.begun) == ([128, 32, 8, 1], [32, 8, 1])  # before the others, and behind them
+    assert seen == [[128, 32], [128, 32, 8]]
     (((problem, target, sizes), tuned_before),) = listed
     assert (problem.plan_key, target) == (plans[0].plan_key, current_target())
     assert (sizes.tuned, tuned_before) == ((1, 8, 32, 128), [])
-    assert builders.begun == [(77, SMALL.id)]
+    # First those for M between the Decisions.
+    assert builders.begun == [(77, SMALL.id), (77, SMALL.id), (17, LARGE.id)]
     assert sorted(decision.problem["m"] for decision in decisions) == [1, 8, 32, 128]
     assert len(plans) == 1
 

@@ -28,6 +28,7 @@ from gemmtune.tuning.search import SearchOptions
 from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.contract import WorkerLost
 from gemmtune.workers.protocol import Attempted, Confirmed
+from helpers.builds import finished
 
 PROBLEM = build(16, 4096, 4096, "bf16")
 # The worker is fake. CPUs with AVX-512 have kernels of several packed layouts, and those without may have one only.
@@ -249,9 +250,10 @@ def test_race_starts_with_the_best_candidate_of_each_layout(clock: FakeTime) -> 
 def test_candidates_that_fail_to_build_are_not_tried(clock: FakeTime) -> None:
     built: list[str] = []
 
-    def build_some(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Verdict]:
+    def build_some(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Any]:
         built.extend(candidate.id for candidate in candidates)
-        return {c.id: Verdict("build_failed", "no") for c in candidates if c.backend == "native" and c["nr"] != 64}
+        failed, good = finished(Verdict("build_failed", "no")), finished(Artifact(candidates[0], ""))
+        return {c.id: failed if c.backend == "native" and c["nr"] != 64 else good for c in candidates}
 
     worker = FakeWorker(clock, lambda c: 1e-3 if c.backend == "native" else 2e-3)
     run_session(clock, worker, 6.0, build=build_some)
@@ -266,7 +268,7 @@ def test_likely_candidates_are_built_ahead(clock: FakeTime) -> None:
 
     def build_all(problem: Problem, candidates: Sequence[Candidate], target: Target) -> dict[str, Any]:
         built.update(candidate.id for candidate in candidates)
-        return {candidate.id: Artifact(candidate, "") for candidate in candidates}
+        return {candidate.id: finished(Artifact(candidate, "")) for candidate in candidates}
 
     def build_ahead(problem: Problem, candidates: Sequence[Candidate], target: Target) -> None:
         assert not built & {candidate.id for candidate in candidates}

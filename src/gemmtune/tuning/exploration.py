@@ -6,6 +6,7 @@ from __future__ import annotations
 import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from .. import backends
 from ..backends.base import Artifact
@@ -23,7 +24,8 @@ from .selection import CLOSE, CLOSE_BASELINE, within
 from .session_context import SessionContext
 from .time_budget import TimeBudget
 
-Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Artifact | Verdict]]
+# Begins to build candidates, and returns the future of each outcome by its id.
+Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Future[Artifact | Verdict]]]
 BuildAhead = Callable[[Problem, Iterable[Candidate], Target], None]
 
 # Shares of the budget at which exploring and confirming end; the race has the remainder.
@@ -71,7 +73,7 @@ class Exploration:
         self._context, self._candidates, self._search = context, candidates, search
         self._worker, self._ledger, self._profile = context.worker, context.ledger, context.profile
         self._build, self._build_ahead = build, build_ahead
-        self._builds: dict[str, Artifact | Verdict] = {}
+        self._builds: dict[str, Future[Artifact | Verdict]] = {}
         self._first: set[str] = set()  # ids of the candidates whose builds begin first
         self._others_tried = 0
         self._setting_up_left_s = MOST_SETTING_UP_S
@@ -81,16 +83,20 @@ class Exploration:
         return self._context.budget
 
     def run(self, limit: int | None) -> str:
-        """Try candidates in the order of the search. Return the reason why exploring ended."""
+        """Try candidates in the order of the search, except those that take long to build where builds disturb no
+        timing: others are tried meanwhile. Return the reason why exploring ended."""
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
         self._begin_builds(
             first_builds(candidates, BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING)
         )
-        tried = 0
-        while (batch := search.ask()) is not None:
-            batch = self._buildable(batch, search)
+        tried, late = 0, list[Candidate]()
+        while (batch := search.ask()) is not None or late:
+            is_last, wanted = batch is None, [*late, *(batch or ())]
+            batch, late = self._built(wanted, search, is_last)
+            if is_last and late == wanted:
+                return f"the time for exploring was spent before {len(late)} more candidates were built"
             if self._build_ahead is not None:
                 begun = self._first | self._builds.keys()
                 likely = [candidate for candidate in search.likely if candidate.id not in begun]
@@ -145,42 +151,69 @@ class Exploration:
         """Build the first candidates; where builds disturb no timing, only begin to."""
         self._first = {candidate.id for candidate in candidates}
         if self._build_ahead is None:
-            self._build_now(candidates)
+            self._build_now(candidates, candidates)
         else:
             self._build_ahead(self._context.problem, candidates, self._context.target)
 
-    def _build_now(self, candidates: Sequence[Candidate]) -> Mapping[str, Artifact | Verdict]:
-        """Build candidates and return the outcome of every build so far, by candidate id.
+    def _build_now(
+        self,
+        to_build: Sequence[Candidate],
+        wanted: Sequence[Candidate],
+        most_late: int = 0,
+        limit_s: float | None = None,
+    ) -> list[Candidate]:
+        """Build candidates. Return, of those ``wanted``, the ones whose builds are not done when only ``most_late`` are
+        left, or after ``limit_s`` seconds.
 
-        Building takes no time of the default budget, because one build serves many problems: none where all are among
-        the first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s`` says.
+        Without a limit, this takes no time of the default budget, because one build serves many problems: none where
+        all are among the first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s``
+        says.
         """
-        if self._build is not None and candidates:
-            start = time.perf_counter()
-            self._builds |= self._build(self._context.problem, candidates, self._context.target)
-            if not self._budget.strict:
-                is_first = self._first.issuperset(candidate.id for candidate in candidates)
-                self._budget.exclude(time.perf_counter() - start, limited=not is_first)
-        return self._builds
+        start = time.perf_counter()
+        if self._build is not None and to_build:
+            self._builds |= self._build(self._context.problem, to_build, self._context.target)
+        builds = {candidate.id: self._builds[candidate.id] for candidate in wanted if candidate.id in self._builds}
+        pending = {build for build in builds.values() if not build.done()}
+        while len(pending) > most_late:
+            done, pending = wait(pending, limit_s, FIRST_COMPLETED)
+            if not done:
+                break
+        if limit_s is None and not self._budget.strict:
+            is_first = self._first.issuperset(builds)
+            self._budget.exclude(time.perf_counter() - start, limited=not is_first)
+        return [candidate for candidate in wanted if builds.get(candidate.id) in pending]
 
-    def _buildable(self, batch: Sequence[Candidate], search: Searcher) -> list[Candidate]:
-        """Return the candidates of ``batch`` whose build did not fail; all are built before any of them is timed.
+    def _built(
+        self, wanted: Sequence[Candidate], search: Searcher, is_last: bool
+    ) -> tuple[list[Candidate], list[Candidate]]:
+        """Return those of the wanted candidates whose build succeeded, and those that are still being built: none, or,
+        where builds disturb no timing, up to half of them. is_last: whether the search asks for no others; builds are
+        then waited for in the time for exploring only.
 
         Builders that would be idle meanwhile build the candidates that the search may ask for next, unless these are
         built while others are timed.
         """
-        to_build = [candidate for candidate in batch if candidate.id not in self._builds]
+        to_build = [candidate for candidate in wanted if candidate.id not in self._builds]
         fills = to_build and self._profile.builds_overlap and self._build_ahead is None
         idle_builders = -len(to_build) % len(allowed_cpus()) if fills else 0
         if idle_builders:
             to_build += [candidate for candidate in search.likely if candidate.id not in self._builds][:idle_builders]
-        builds = self._build_now(to_build)
-        for candidate in batch:
-            build = builds.get(candidate.id)
-            if isinstance(build, Verdict):
-                self._context.fail(self._ledger[candidate.id], build)
+        if is_last:
+            exploring_s = EXPLORE_END * self._budget.seconds - self._budget.elapsed_s
+            late = self._build_now(to_build, wanted, len(wanted) - 1, max(0.0, exploring_s))
+        else:
+            late = self._build_now(to_build, wanted, 0 if self._build_ahead is None else len(wanted) // 2)
+        ready = list[Candidate]()
+        for candidate in wanted:
+            build = self._builds.get(candidate.id)
+            if candidate in late:
+                continue
+            if build is not None and isinstance(failure := build.result(), Verdict):
+                self._context.fail(self._ledger[candidate.id], failure)
                 search.tell(candidate.id, None)
-        return [candidate for candidate in batch if not isinstance(builds.get(candidate.id), Verdict)]
+            else:
+                ready.append(candidate)
+        return ready, late
 
     def _forget_failures(self) -> list[Candidate]:
         """Return the candidates without those whose failure the store remembers: on this problem, or at any M of its

@@ -12,19 +12,20 @@ from .candidates import BASELINE_BACKEND
 Template = tuple[str, str]
 
 _BETTER = 0.99
+_LEAST_WAVE = 4  # seeds of a wave
 
 
 class LocalSearch:
     """A guided search, which decides from the times so far which candidates to try next.
 
     It is deterministic for a given seed and given times. All baselines (ATen's candidates) come first, then those of
-    ``first``. Then come the first ``seeds`` of each (backend, template), in turns, skipping the remainder of a template
-    that is hopeless: the best of its first two took over ``hopeless`` times as long as the best of all, or that of its
-    first four over ``behind`` times. Then comes, around the ``leaders`` fastest, every legal candidate that differs in
-    one config entry (sizes: by one legal step). While the best has improved by 1% within the last ``patience``
-    candidates, the search continues in small batches: around four times as many leaders (screening times can rank the
-    true best below the first few), then ``explore`` random ones from templates that are not hopeless. The search ends
-    when all of these are tried, or after ``limit`` candidates.
+    ``first``. Then come the first ``seeds`` of each (backend, template), in turns of about four candidates or more,
+    skipping the remainder of a template that is hopeless: the best of its first two took over ``hopeless`` times as
+    long as the best of all, or that of its first four over ``behind`` times. Then comes, around the ``leaders``
+    fastest, every legal candidate that differs in one config entry (sizes: by one legal step). While the best has
+    improved by 1% within the last ``patience`` candidates, the search continues in small batches: around four times as
+    many leaders (screening times can rank the true best below the first few), then ``explore`` random ones from
+    templates that are not hopeless. The search ends when all of these are tried, or after ``limit`` candidates.
     """
 
     def __init__(
@@ -188,8 +189,12 @@ def _template_of(candidate: Candidate) -> Template:
 
 def _seed_waves(candidates: Sequence[Candidate], seeds: int) -> list[list[Candidate]]:
     """Return waves of candidates: wave i has the i-th candidate of every template, so that a short budget still tries
-    some of each."""
+    some of each. With few templates a wave has several of each: those of a wave are built at once."""
     groups: dict[Template, list[Candidate]] = defaultdict(list)
     for candidate in candidates:
         groups[_template_of(candidate)].append(candidate)
-    return [[group[i] for group in groups.values() if i < len(group)] for i in range(seeds)]
+    each = max(1, _LEAST_WAVE // max(1, len(groups)))
+    return [
+        [candidate for group in groups.values() for candidate in group[i : min(i + each, seeds)]]
+        for i in range(0, seeds, each)
+    ]

@@ -8,6 +8,7 @@ and stored with the intervals.
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -130,30 +131,35 @@ class PlanSession(WeightSession):
         self._time_predicted()
 
     def _time_added(self, added: Sequence[str]) -> None:
-        """Time kernels of which others have times at the M that were measured so far, where they are expected to be
-        fast, together with those that were fast there."""
+        """Time kernels at the M of ``_time_coarsely`` near those at which they are expected to be fast, beside ATen's
+        plain op and the fastest kernel of each layout there."""
         layouts = [self._measurements.curves(packing) for packing in self._measurements.layouts()]
         wanted: dict[int, list[str]] = {}
-        for m in sorted({m for curves in layouts for m in curves.sizes}):
-            new = [name for name in added if name in self._active(m)]
-            if new:
-                near = (name for curves in layouts for name in self._measurements.names_near(curves, m))
-                wanted[m] = list(dict.fromkeys((*near, *new)))
+        for m in self._coarse_sizes():
+            if new := set(added).intersection(self._active(m)):
+                fastest = (min(c.times, key=lambda name: c.times[name].get(m, math.inf)) for c in layouts if c.times)
+                wanted[m] = list(dict.fromkeys((*self._plain(), *fastest, *sorted(new))))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         self._time_in_batches(list(wanted), lambda m: wanted[m], budget_s, self._fewer_if_slow)
 
-    def _time_coarsely(self) -> None:
-        """Time the kernels at the powers of two, some odd neighbors and the M of the Decisions, smallest M first."""
+    def _plain(self) -> list[str]:
+        """Return the id of ATen's plain op, if it is in the pool."""
+        return [name for name, kernel in self._measurements.pool.items() if kernel.is_plain]
+
+    def _coarse_sizes(self) -> list[int]:
+        """Return the powers of two, some odd neighbors and the M of the Decisions, ascending."""
         first, last = self._sizes.first, self._sizes.last
         powers = [1 << exponent for exponent in range(last.bit_length() + 1)]
         steps = {power + 1 for power in powers[4::2] if _STEPS_UP_TO * power <= last}
         steps |= {m for power in powers if power >= _DENSE_FROM for m in (power - 1, power + power // 2)}
         wanted = {first, last, 3, *self._sizes.tuned, *powers, *steps}
         wanted |= set(sorted(self._counts, key=lambda m: -self._counts[m])[:BATCH])
+        return sorted(m for m in wanted if first <= m <= last)
+
+    def _time_coarsely(self) -> None:
+        """Time the kernels at some M of the whole range, smallest M first."""
         budget_s = _COARSE_SHARE * max(0.0, self._end - time.perf_counter())
-        self._time_in_batches(
-            sorted(m for m in wanted if first <= m <= last), self._active, budget_s, self._fewer_if_slow
-        )
+        self._time_in_batches(self._coarse_sizes(), self._active, budget_s, self._fewer_if_slow)
 
     def _time_predicted(self) -> None:
         """Time the kernels that are expected to be fast at some M there, with those that were fast at M nearby, unless
@@ -194,12 +200,11 @@ class PlanSession(WeightSession):
         """Time ATen's plain op at many M (``plain_scan``), where it may be the fastest, in about ``seconds`` at most,
         the smallest M first. The time for other M is not shortened."""
         started, sizes = time.perf_counter(), self._measurements.sizes_to_scan()
-        plain = [name for name, kernel in self._measurements.pool.items() if kernel.is_plain]
         sizes = [m for m in sizes if m not in self._measurements.scan]
         for start in range(0, len(sizes), _SCANNED_AT_ONCE):
             if time.perf_counter() - started > seconds:
                 break
-            timed = self._worker_times(dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], plain), 0.0)
+            timed = self._worker_times(dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], self._plain()), 0.0)
             self._measurements.record_scan(timed.times)
         self._end += time.perf_counter() - started
 

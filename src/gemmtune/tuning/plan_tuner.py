@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import logging
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeGuard, TypeVar
 
@@ -146,25 +145,20 @@ class PlanTuner:
         return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
 
     def _decide_and_build(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> list[Decision]:
-        """Return the Decisions at the tuned M. While the last of them, at the least M, is made, the kernels that the
-        others make the plan try are built."""
+        """Return the Decisions at the tuned M, made from the largest M on. While the last two of them are made, the
+        kernels that those before make the plan try are built."""
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         decisions: list[Decision] = []
         pool.start()  # before the builders are forked from the same process
         self._list_ahead(weight, sizes, pool)  # while the worker starts
-        for pair in itertools.pairwise(reversed(sizes.tuned)):
-            for m in pair:  # the builds of one more M: those that the search asks for must not wait for many others
-                self._tuner.begin_builds(weight.at(m), pool, later=m != pair[0])
-            decisions += self._decide(weight, pair[:1], pool)
-        # Choosing the kernels took 0.5 s, in which the worker was idle (int8 weights 4096x4096, beside an H200).
-        arguments = (weight, sizes, decisions, pool)
-        choosing = threading.Thread(target=self._build_ahead, args=arguments, name="gemmtune-choose", daemon=True)
-        choosing.start()
-        try:
-            return decisions + self._decide(weight, sizes.tuned[:1], pool)
-        finally:
-            choosing.join()  # it must begin no build after the pool is closed
+        for index in reversed(range(len(sizes.tuned))):
+            # The builds of one more M: those that the search asks for must not wait for many others.
+            for m in reversed(sizes.tuned[max(0, index - 1) : index + 1]):
+                self._tuner.begin_builds(weight.at(m), pool, later=m != sizes.tuned[index])
+            with self._building_ahead(weight, sizes, decisions, pool) if index < 2 else contextlib.nullcontext():
+                decisions = decisions + self._decide(weight, sizes.tuned[index : index + 1], pool)
+        return decisions
 
     def _keeps(self, stored: TunedPlan | None, sizes: SizeRange) -> TypeGuard[TunedPlan]:
         """Whether a weight's stored plan is kept, rather than replaced by one for a range."""
@@ -189,17 +183,36 @@ class PlanTuner:
             self._tuner.begin_builds(weight.at(m), pool)
         self._list_ahead(weight, sizes, pool)
 
-    def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool) -> None:
-        """Begin to build the kernels that the Decisions so far make the plan try at other M. Never raises: the plan's
-        own choice of them raises a backend's error."""
+    @contextlib.contextmanager
+    def _building_ahead(
+        self, weight: Weight, sizes: SizeRange, decisions: Sequence[Decision], pool: WorkerPool
+    ) -> Iterator[None]:
+        """Return a context in which builds begin of the kernels that the Decisions so far make the plan try.
+
+        Choosing them took 0.5 s, in which the worker would be idle (int8 weights 4096x4096, beside an H200).
+        """
+        arguments = (weight, sizes, decisions, pool)
+        thread = threading.Thread(target=self._build_ahead, args=arguments, name="gemmtune-choose", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            thread.join()  # it must begin no build after the pool is closed
+
+    def _build_ahead(self, weight: Weight, sizes: SizeRange, decisions: Sequence[Decision], pool: WorkerPool) -> None:
+        """Begin to build the kernels that the Decisions so far make the plan try at other M: between their M, and at
+        smaller ones when only the least is left. Never raises: the plan's own choice raises a backend's error."""
         usable = _usable(decisions)
         if not usable or not self._builds_ahead(pool):
             return
+        is_last = len(decisions) >= len(sizes.tuned) - 1
+        least = 1 if is_last else min(int(decision.problem[self._dim]) for decision in usable)
         with contextlib.suppress(Exception), short_turns():
             counts = recorded(weight.counts)
             for kernel in expected_kernels(weight.problem, self._target, usable, sizes, counts):
-                problem = weight.at(kernel.tuned_m)
-                pool.builders.ahead(problem, [kernel.candidate], self._target, later=True)
+                if kernel.tuned_m >= least:
+                    problem = weight.at(kernel.tuned_m)
+                    pool.builders.ahead(problem, [kernel.candidate], self._target, later=True)
 
     def _builds_ahead(self, pool: WorkerPool) -> bool:
         """Whether kernels are built while an M is decided."""

@@ -62,13 +62,13 @@ class TuningSession:
 
     Candidates are listed by the constructor, while a worker may still be starting.
 
-    worker: the measurement worker, which builds, checks, times and races. build: builds candidates before they are
-    tried (see ``workers.builds.Builders``); None leaves building to the worker. build_ahead: begins to build candidates
-    that may be tried next, while others are timed; None where that would disturb timing. hot: race on operands that are
-    in the cache. layouts: names of the packed layouts in which the same weight has kernels at other M, the fastest
-    first; candidates in the first of these layouts are tried, checked and raced before others, because one layout
-    serves all M of a weight. search: makes the search strategy; None for the local search. Raises ValueError for an
-    unknown backend name.
+    worker: the measurement worker, which builds, checks, times and races. build: begins to build candidates before they
+    are tried (see ``workers.builds.Builders.begin``); None leaves building to the worker. build_ahead: begins to build
+    candidates that may be tried next, while others are timed; None where that would disturb timing. hot: race on
+    operands that are in the cache. layouts: names of the packed layouts in which the same weight has kernels at other
+    M, the fastest first; candidates in the first of these layouts are tried, checked and raced before others, because
+    one layout serves all M of a weight. search: makes the search strategy; None for the local search. Raises
+    ValueError for an unknown backend name.
     """
 
     def __init__(

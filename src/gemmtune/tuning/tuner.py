@@ -202,7 +202,7 @@ class Tuner:
 
     def _tune_one(self, problem: Problem, pool: WorkerPool) -> Decision:
         worker = pool.worker()
-        build = pool.builders if self._isolate else None
+        build = pool.builders.begin if self._isolate else None
         ahead = pool.builders.ahead if self._builds_overlap() else None
         session = TuningSession(
             problem, self._target, self._names, self._store, worker, self._progress, self._seed,

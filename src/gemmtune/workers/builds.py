@@ -87,7 +87,7 @@ class Builders:
         """
         finished = False
         try:
-            builds = self._begin_all(problem, candidates, target)
+            builds = self.begin(problem, candidates, target)
             results = {name: future.result() for name, future in builds.items()}
             finished = True
         finally:  # also on Ctrl-C: waiting builds are dropped, and running ones lose their host
@@ -95,17 +95,48 @@ class Builders:
                 self.close()
         return results
 
-    def begin_each(
-        self, wanted: Iterable[tuple[Problem, Candidate]], target: Target
+    def begin(
+        self, problem: Problem, candidates: Iterable[Candidate], target: Target
     ) -> dict[str, Future[Artifact | Verdict]]:
-        """Begin to build candidates of several Problems in parallel, and return the future of each outcome by its id.
+        """Begin to build candidates in parallel, and return the future of each outcome by its id.
 
         The futures' results are those of a call, and raise what it raises.
         """
+        futures: dict[str, Future[Artifact | Verdict]] = {}
+        compiled: list[Candidate] = []
+        for candidate in {candidate.id: candidate for candidate in candidates}.values():
+            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
+            futures[candidate.id] = Future()
+            if artifact is not None:
+                futures[candidate.id].set_result(artifact)
+            else:
+                compiled.append(candidate)
+        if not compiled:
+            return futures
+        jobs = self._jobs(problem, compiled, target)
+        slots, early_builds = self._slots, self._early_builds
+        pool = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-build")
+
+        def build(candidate: Candidate) -> Artifact | Verdict:
+            early_build = early_builds.pop((problem.key, candidate.id), None)
+            if early_build is not None and not early_build.claim.acquire(blocking=False):
+                with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
+                    return early_build.future.result()
+            with slots.acquired(_Turn.NOW):
+                return jobs.build(candidate)
+
+        futures |= {candidate.id: pool.submit(build, candidate) for candidate in compiled}
+        pool.shutdown(wait=False)  # its threads end after their builds
+        return futures
+
+    def begin_each(
+        self, wanted: Iterable[tuple[Problem, Candidate]], target: Target
+    ) -> dict[str, Future[Artifact | Verdict]]:
+        """Begin to build candidates of several Problems in parallel, as ``begin`` does those of one."""
         by_problem: dict[Problem, list[Candidate]] = {}
         for problem, candidate in wanted:
             by_problem.setdefault(problem, []).append(candidate)
-        return {name: future for item in by_problem.items() for name, future in self._begin_all(*item, target).items()}
+        return {name: future for item in by_problem.items() for name, future in self.begin(*item, target).items()}
 
     def ahead(self, problem: Problem, candidates: Iterable[Candidate], target: Target, *, later: bool = False) -> None:
         """Begin to build candidates that a later call for this Problem will ask for, and return.
@@ -155,37 +186,6 @@ class Builders:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    def _begin_all(
-        self, problem: Problem, candidates: Iterable[Candidate], target: Target
-    ) -> dict[str, Future[Artifact | Verdict]]:
-        """Begin to build candidates of a Problem, and return the future of each outcome by its id."""
-        futures: dict[str, Future[Artifact | Verdict]] = {}
-        compiled: list[Candidate] = []
-        for candidate in {candidate.id: candidate for candidate in candidates}.values():
-            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
-            futures[candidate.id] = Future()
-            if artifact is not None:
-                futures[candidate.id].set_result(artifact)
-            else:
-                compiled.append(candidate)
-        if not compiled:
-            return futures
-        jobs = self._jobs(problem, compiled, target)
-        slots, early_builds = self._slots, self._early_builds
-        pool = ThreadPoolExecutor(self._count, thread_name_prefix="gemmtune-build")
-
-        def build(candidate: Candidate) -> Artifact | Verdict:
-            early_build = early_builds.pop((problem.key, candidate.id), None)
-            if early_build is not None and not early_build.claim.acquire(blocking=False):
-                with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
-                    return early_build.future.result()
-            with slots.acquired(_Turn.NOW):
-                return jobs.build(candidate)
-
-        futures |= {candidate.id: pool.submit(build, candidate) for candidate in compiled}
-        pool.shutdown(wait=False)  # its threads end after their builds
-        return futures
 
     @staticmethod
     def _build_early(
