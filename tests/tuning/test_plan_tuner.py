@@ -212,7 +212,35 @@ def test_part_of_the_range_takes_a_part_of_the_time(
     clock: FakeTime, store: MemoryStore, seconds: float | None, sizes: tuple[int, int], expected: float
 ) -> None:
     tuner = PlanTuner(FakeTuner(clock), current_target(), store, seconds=seconds)  # type: ignore[arg-type]
-    assert tuner._sweep_s(SizeRange(*sizes, (1,))) == pytest.approx(expected)
+    assert tuner._sweep_s(SizeRange(*sizes, (1,)), 0.0) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("decided_s", "expected"), [(4 * 8.0, 16.0), (4 * 8.0 + 3.0, 13.0), (4 * 8.0 + 60.0, 0.4 * 16.0)]
+)
+def test_decisions_that_take_long_leave_less_time_for_other_m(
+    clock: FakeTime, store: MemoryStore, decided_s: float, expected: float
+) -> None:
+    sizes = SizeRange(1, 512, (1, 8, 32, 128))
+    tuner = PlanTuner(FakeTuner(clock), current_target(), store)  # type: ignore[arg-type]
+    assert tuner._sweep_s(sizes, decided_s) == pytest.approx(expected)
+    own = PlanTuner(FakeTuner(clock), current_target(), store, seconds=7.0)  # type: ignore[arg-type]
+    assert own._sweep_s(sizes, decided_s) == 7.0
+
+
+def test_time_of_the_decisions_is_passed_on(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class SlowTuner(FakeTuner):
+        def tune(self, *args: Any) -> list[Decision]:
+            clock.now += 100.0
+            return super().tune(*args)
+
+    seconds = list[float]()
+    monkeypatch.setattr(plan_tuner.PlanSession, "run", lambda self, s, *_: seconds.append(s))
+    monkeypatch.setattr(plan_tuner, "time", clock)
+    tune(SlowTuner(clock), store, "all")
+    assert seconds == [0.4 * 16.0]
 
 
 def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: MemoryStore) -> None:

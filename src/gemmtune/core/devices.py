@@ -39,9 +39,11 @@ class TuningProfile(NamedTuple):
     the largest M of a Plan for all M. tuned_m: the M that are tuned by themselves for it. last_batch, tuned_batches:
     the same of a Plan for all batches. batched_bytes: the most bytes of the operands of a batched product in a default
     range of M or of its batch, unless larger ones are recorded. tuned_m_s: seconds for each tuned M or batch, in place
-    of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other M. max_predicted: the most
-    kernels that no tuned M has tried and that are built to be timed at other M. load_s: seconds of uninterrupted work
-    after which the device's clock is that of serving; 0.0: its clock does not depend on the work before.
+    of ``default_s``; None: as many. sweep_s: seconds for timing a weight's kernels at other M. slow_m_s: seconds that a
+    tuned M may take, with the start of processes and with builds; what all of a weight take beyond shortens the time
+    for other M. max_predicted: the most kernels that no tuned M has tried and that are built to be timed at other M.
+    load_s: seconds of uninterrupted work after which the device's clock is that of serving; 0.0: its clock does not
+    depend on the work before.
     """
 
     default_s: float = 6.0
@@ -57,6 +59,7 @@ class TuningProfile(NamedTuple):
     batched_bytes: int = 128 << 20
     tuned_m_s: float | None = 4.5
     sweep_s: float = 16.0
+    slow_m_s: float = 8.0
     max_predicted: int = 0
     load_s: float = 0.0
 
@@ -214,8 +217,7 @@ class CudaDevice(Device):
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},
         last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batched_bytes=2 << 30,
-        tuned_m_s=2.2, sweep_s=3.8, max_predicted=24,
-        load_s=0.2,
+        tuned_m_s=2.2, sweep_s=3.8, slow_m_s=4.4, max_predicted=24, load_s=0.2,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

@@ -31,6 +31,7 @@ from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
 _LEAST_SWEEP = 0.25  # the least share of the default time for other M that a range of few M has
+_LEAST_WHEN_LATE = 0.4  # the least share of the time for other M that is left where the Decisions took long
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
@@ -141,8 +142,10 @@ class PlanTuner:
         if self._keeps(stored, sizes):
             return self._decide(weight, _decided_for(stored, sizes), pool), stored
         sizes = self._united(sizes, stored)
+        started = time.perf_counter()
         decisions = self._decide_and_build(weight, sizes, pool)
-        return decisions, self._plan_under_lease(weight, sizes, decisions, pool)
+        decided_s = time.perf_counter() - started
+        return decisions, self._plan_under_lease(weight, sizes, decisions, decided_s, pool)
 
     def _decide_and_build(self, weight: Weight, sizes: SizeRange, pool: WorkerPool) -> list[Decision]:
         """Return the Decisions at the tuned M, made from the largest M on. While the last two of them are made, the
@@ -224,17 +227,17 @@ class PlanTuner:
         return self._tuner.tune(problems, pool) if problems else []
 
     def _plan_under_lease(
-        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], decided_s: float, pool: WorkerPool
     ) -> TunedPlan | None:
         """Make the plan while no other process makes one for the same weight; that of another process is used if it
-        covers the range."""
+        covers the range. decided_s: the seconds that the Decisions took."""
         key = weight.plan_key
         try:
             while (lease := self._store.lease(self._target, key, LEASE_S)) is None:
                 time.sleep(POLL_S)
         except StoreError as error:
             log.debug("tuning without a lease: %s", error)
-            return self._make_plan(weight, sizes, decisions, pool)
+            return self._make_plan(weight, sizes, decisions, decided_s, pool)
         with lease:
             stored = self._store.get_plan(self._target, key)
             if self._keeps(stored, sizes):
@@ -242,15 +245,15 @@ class PlanTuner:
             united = self._united(sizes, stored)
             # Another process may have made a plan meanwhile, from Decisions that this one has not read.
             others = [m for m in united.tuned if m not in sizes.tuned]
-            return self._make_plan(weight, united, decisions + self._decide(weight, others, pool), pool)
+            return self._make_plan(weight, united, decisions + self._decide(weight, others, pool), decided_s, pool)
 
     def _make_plan(
-        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], decided_s: float, pool: WorkerPool
     ) -> TunedPlan | None:
         if not _usable(decisions):
             return None
         try:
-            plan = self._run_session(weight, sizes, decisions, pool)
+            plan = self._run_session(weight, sizes, decisions, decided_s, pool)
         except WorkerStartError:
             raise
         except WorkerError as error:
@@ -261,7 +264,7 @@ class PlanTuner:
         return plan
 
     def _run_session(
-        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], pool: WorkerPool
+        self, weight: Weight, sizes: SizeRange, decisions: list[Decision], decided_s: float, pool: WorkerPool
     ) -> TunedPlan | None:
         """Return the plan that the Decisions and measurements make. Raises WorkerError."""
         if sizes.runs:
@@ -275,19 +278,22 @@ class PlanTuner:
                 self._seed, counts=recorded(weight.counts), hot=self._hot,
             )  # fmt: skip
 
+        seconds = self._sweep_s(sizes, decided_s)
         if sizes.runs:
-            return session(KeyedSession).run(self._sweep_s(sizes))
+            return session(KeyedSession).run(seconds)
         self._prepare_following(pool)
-        return session(PlanSession).run(self._sweep_s(sizes), pool.begin_builds)
+        return session(PlanSession).run(seconds, pool.begin_builds)
 
-    def _sweep_s(self, sizes: SizeRange) -> float:
+    def _sweep_s(self, sizes: SizeRange, decided_s: float) -> float:
         """Return the seconds for timing kernels at other M of a range: by default those for all M, times the share of
-        them that is in the range by the logarithm."""
+        them that is in the range by the logarithm, and less where the Decisions took long (``decided_s``)."""
         if self._seconds is not None:
             return self._seconds
         share = math.log(1 + sizes.last) - math.log(sizes.first)
         last = self._profile.last_m if self._dim == "m" else self._profile.last_batch
-        return self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + last)))
+        seconds = self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + last)))
+        late_s = max(0.0, decided_s - len(sizes.tuned) * self._profile.slow_m_s)
+        return max(_LEAST_WHEN_LATE * seconds, seconds - late_s)
 
     def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
         """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with
