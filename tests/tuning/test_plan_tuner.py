@@ -216,7 +216,7 @@ def test_part_of_the_range_takes_a_part_of_the_time(
 
 
 @pytest.mark.parametrize(
-    ("decided_s", "expected"), [(4 * 8.0, 16.0), (4 * 8.0 + 3.0, 13.0), (4 * 8.0 + 60.0, 0.4 * 16.0)]
+    ("decided_s", "expected"), [(4 * 6.0, 16.0), (4 * 6.0 + 3.0, 13.0), (4 * 6.0 + 60.0, 0.4 * 16.0)]
 )
 def test_decisions_that_take_long_leave_less_time_for_other_m(
     clock: FakeTime, store: MemoryStore, decided_s: float, expected: float

@@ -14,6 +14,7 @@ from gemmtune.tuning.verified_sizes import (
     MAX_BATCHES,
     MAX_ROWS,
     MAX_SIZES,
+    OTHERS_S,
     PATHS,
     RUN,
     WIDE,
@@ -67,11 +68,21 @@ def test_ends_of_spans_are_verified_and_the_rows_of_others_limited(spans: Spans,
     assert sum(m for m in sizes if m not in ends) <= MAX_ROWS * spans[-1][1] + longest_run
 
 
-@pytest.mark.parametrize(("columns", "share"), [(WIDE, 1.0), (2 * WIDE, 0.5), (128 * WIDE, 1 / MAX_ROWS)])
-def test_wide_results_are_verified_at_fewer_rows(columns: int, share: float) -> None:
+@pytest.mark.parametrize(
+    ("columns", "row_s", "share"),
+    [
+        (WIDE, 0.0, 1.0),
+        (2 * WIDE, 0.0, 0.5),
+        (128 * WIDE, 0.0, 1 / MAX_ROWS),
+        (1, 1e-6, 1.0),
+        (1, OTHERS_S / (MAX_ROWS * 4096), 0.5),
+        (1, 1.0, 1 / MAX_ROWS),
+    ],
+)
+def test_wide_results_and_slow_kernels_are_verified_at_fewer_rows(columns: int, row_s: float, share: float) -> None:
     spans = [(1, 100), (101, 4096), (4097, 8192)]
     for seed in range(20):
-        sizes = sizes_to_verify(spans, candidate(128), random.Random(seed), None, columns)
+        sizes = sizes_to_verify(spans, candidate(128), random.Random(seed), None, columns, row_s)
         certain = {m for first, last in spans for m in (first, last, min(first | 1, last))}
         others = sum(m for m in sizes if m not in certain and m > 2 * RUN)
         assert 0 < others <= share * MAX_ROWS * 8192 + RUN * (101 + 2 * RUN)

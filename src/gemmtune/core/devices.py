@@ -59,7 +59,7 @@ class TuningProfile(NamedTuple):
     batched_bytes: int = 128 << 20
     tuned_m_s: float | None = 4.5
     sweep_s: float = 16.0
-    slow_m_s: float = 8.0
+    slow_m_s: float = 6.0
     max_predicted: int = 0
     load_s: float = 0.0
 
@@ -217,7 +217,7 @@ class CudaDevice(Device):
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},
         last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batched_bytes=2 << 30,
-        tuned_m_s=2.2, sweep_s=3.8, slow_m_s=4.4, max_predicted=24, load_s=0.2,
+        tuned_m_s=2.2, sweep_s=3.8, slow_m_s=4.0, max_predicted=24, load_s=0.2,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

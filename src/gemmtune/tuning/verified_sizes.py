@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Hashable, Sequence
 
@@ -19,6 +20,7 @@ MAX_ROWS = 4  # times the largest M: the rows of all M but the run and the ends
 # Columns of a result from which on there are fewer of these rows, as many elements: verifying two kernels for 128,256
 # columns took 5 and 6 s on an H100 (benchmarks/results/tuning-timeline-h100-20261128.txt).
 WIDE = 16384
+OTHERS_S = 0.8  # the same where a kernel's calls for these rows would take longer than this
 
 
 def sizes_to_verify(
@@ -27,10 +29,12 @@ def sizes_to_verify(
     rng: random.Random,
     path: Callable[[int], Hashable] | None = None,
     columns: int = 1,
+    row_s: float = 0.0,
 ) -> list[int]:
     """Return the M at which to verify a kernel that serves ``spans`` (first and last M of each), in a random order.
 
-    path: as ``Backend.code_paths`` returns it for the kernel. columns: of its result.
+    path: as ``Backend.code_paths`` returns it for the kernel. columns: of its result. row_s: the seconds of its calls
+    for a row, where there are many.
 
     A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
@@ -38,7 +42,8 @@ def sizes_to_verify(
     code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
     ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are
     preferred. The other M, without those for copies, have ``MAX_ROWS`` times the largest M together, fewer where the
-    result has more columns than ``WIDE``, but at least as many as the largest M.
+    result has more columns than ``WIDE`` or their calls take longer than ``OTHERS_S``, but at least as many as the
+    largest M.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
     certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
@@ -49,7 +54,7 @@ def sizes_to_verify(
         others |= {rng.randint(first, last) for _ in range(RANDOM)} | {min(rng.randint(first, last) | 1, last)}
     others -= certain | ends | edges
     few, rows = list[int](), 0
-    limit = max(1.0, MAX_ROWS * min(1.0, WIDE / columns)) * highest
+    limit = max(highest, min(MAX_ROWS * min(1.0, WIDE / columns) * highest, OTHERS_S / row_s if row_s else math.inf))
     for m in (*rng.sample(sorted(edges), len(edges)), *rng.sample(sorted(others), len(others))):
         rows += m
         few += [m] if rows <= limit else []

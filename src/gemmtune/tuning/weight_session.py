@@ -190,7 +190,8 @@ class WeightSession:
                 chosen = plain_sizes_to_verify(spans, self._rng)
             else:
                 path = self._code_paths(kernel)
-                chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns)
+                m, seconds = max(self._measurements.times[name].items(), default=(1, 0.0))
+                chosen = sizes_to_verify(spans, kernel.candidate, self._rng, path, self._problem.columns, seconds / m)
             sizes = [m for m in chosen if m not in self._verified[name]]
             if not sizes:
                 continue
