@@ -189,6 +189,19 @@ def test_surcharge_is_that_of_the_slowest_surrounding_at_each_m() -> None:
     assert surcharge_at({}, "r", 8) == 1.0
 
 
+@pytest.mark.parametrize(
+    ("falling", "expected"),
+    [(False, {1: 1.2, 8: 1.1, 48: 1.3, 192: 1.0}), (True, {1: 1.2, 8: 1.1, 48: 1.1, 192: 1.0})],
+)
+def test_surcharge_above_one_at_a_smaller_m_is_noise_where_they_fall(falling: bool, expected: dict[int, float]) -> None:
+    sizes = (48, 192, 1, 8)  # Decisions come in any order
+    decisions = [
+        msgspec.structs.replace(decision, layouts={"p": layout_test(0.5, 0.5 * worst)})
+        for decision, worst in zip(decisions_at([SMALL], sizes), (1.3, 0.9, 1.2, 1.1), strict=True)
+    ]
+    assert surcharges_of(decisions, falling=falling)["packed"] == pytest.approx(expected)
+
+
 @pytest.mark.parametrize(("m", "expected"), [
     (1, {1, 8, 48}), (4, {1, 8}), (8, {1, 8, 48}), (100, {48, 192}), (192, {8, 48, 192}), (300, {48, 192})
 ])  # fmt: skip

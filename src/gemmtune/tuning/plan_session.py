@@ -54,7 +54,7 @@ class _Building(NamedTuple):
 class PlanSession(WeightSession):
     """The tuning session of one weight over a range of M, whose intervals are found by measurements."""
 
-    _late: Sequence[_Building] = ()  # kernels that others are timed without meanwhile
+    _late: Sequence[_Building] = ()  # those that were not built when others began to be timed
 
     def run(self, seconds: float, begin_builds: BeginBuilds | None = None) -> TunedPlan | None:
         """Return the TunedPlan, measured in about ``seconds``; None when no kernel can serve anything.

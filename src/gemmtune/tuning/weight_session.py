@@ -75,7 +75,7 @@ class WeightSession:
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if is_host else 0.0
         self._measurements = Measurements(
-            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions, sizes.dim),
+            sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions, sizes.dim, falling=is_host),
             waves=not is_host and sizes.dim == "m", estimated_s=self._estimated_s,
         )  # fmt: skip
         # Without those in which a worker was lost: it would load and pack them again.
