@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -450,7 +451,8 @@ def test_others_are_tried_while_a_slow_candidate_is_built_where_that_disturbs_no
 
 def test_search_goes_on_when_the_only_finished_build_failed(clock: Clock) -> None:
     builds = Builds(clock, failing=Y[:1], unfinished=Y[1:2])
-    session = overlapping_session(clock, ListedSearch(Y[:2], Y[4:6]), builds, budget_s=0.02, strict=False)
+    session = overlapping_session(clock, ListedSearch(Y[:2], Y[4:6]), builds)
+    session.context.budget = TimeBudget(0.02, strict=False, excludable_s=0.0)
     session.exploration.run(None)
     assert session.tried == Y[4:6]
 
@@ -469,6 +471,28 @@ def test_slow_build_that_fails_late_is_told_to_the_search(clock: Clock) -> None:
     assert session.tried == [Y[0], Y[4]]
     assert search.told[-1] == (Y[1].id, None)
     assert session.context.ledger[Y[1].id].stage == "failed"
+
+
+def test_first_build_of_a_template_is_waited_for_however_long_others_were_tried(clock: Clock) -> None:
+    """A backend that builds slowly has a chance, too."""
+    slow = Candidate.make("y", "slow", i=0)
+    builds, search = Builds(clock, unfinished=[slow]), ListedSearch([*Y[:3], slow], Y[4:6])
+    session = Session(clock, search, candidates=[*Y, slow], build=builds, build_ahead=lambda *_: None, strict=False)
+    timer = threading.Timer(0.2, lambda: builds.futures[slow.id].set_result(Artifact(slow, "")))
+    timer.start()
+    session.exploration.run(None)
+    timer.join()
+    assert session.tried == [*Y[:3], slow, *Y[4:6]]
+
+
+def test_last_builds_are_waited_for_where_builds_are_not_counted(clock: Clock) -> None:
+    builds = Builds(clock, unfinished=Y[1:2])
+    session = overlapping_session(clock, ListedSearch(Y[:2]), builds, strict=False, budget_s=0.02)
+    timer = threading.Timer(0.2, lambda: builds.futures[Y[1].id].set_result(Artifact(Y[1], "")))
+    timer.start()
+    session.exploration.run(None)
+    timer.join()
+    assert session.tried == Y[:2]
 
 
 def test_last_builds_are_waited_for_in_the_time_for_exploring_only(clock: Clock) -> None:

@@ -4,8 +4,9 @@ them."""
 from __future__ import annotations
 
 import itertools
+import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 
 from .. import backends
@@ -19,6 +20,7 @@ from ..timing.machine import allowed_cpus
 from ..workers.builds import is_prebuilt
 from .candidates import BASELINE_BACKEND
 from .ledger import Row
+from .local_search import Template, template_of
 from .searcher import Searcher, SearcherFactory, SearchOptions
 from .selection import CLOSE, CLOSE_BASELINE, within
 from .session_context import SessionContext
@@ -76,6 +78,7 @@ class Exploration:
         self._builds: dict[str, Future[Artifact | Verdict]] = {}
         self._first: set[str] = set()  # ids of the candidates whose builds begin first
         self._others_tried = 0
+        self._templates_tried: set[Template] = set()
         self._setting_up_left_s = MOST_SETTING_UP_S
 
     @property
@@ -163,32 +166,43 @@ class Exploration:
         limit_s: float | None = None,
     ) -> list[Candidate]:
         """Build candidates. Return, of those ``wanted``, the ones whose builds are not done when only ``most_late`` are
-        left, or after ``limit_s`` seconds.
+        left, and one of each template was built or tried before; or after ``limit_s`` seconds.
 
-        Without a limit, this takes no time of the default budget, because one build serves many problems: none where
-        all are among the first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s``
-        says.
+        This takes no time of the default budget, because one build serves many problems: none where all are among the
+        first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s`` says.
         """
         start = time.perf_counter()
         if self._build is not None and to_build:
             self._builds |= self._build(self._context.problem, to_build, self._context.target)
         builds = {candidate.id: self._builds[candidate.id] for candidate in wanted if candidate.id in self._builds}
         pending = {build for build in builds.values() if not build.done()}
-        while len(pending) > most_late:
+        while len(pending) > most_late or self._without_any(wanted, builds, pending):
             done, pending = wait(pending, limit_s, FIRST_COMPLETED)
             if not done:
                 break
-        if limit_s is None and not self._budget.strict:
+        if not self._budget.strict:
             is_first = self._first.issuperset(builds)
             self._budget.exclude(time.perf_counter() - start, limited=not is_first)
         return [candidate for candidate in wanted if builds.get(candidate.id) in pending]
+
+    def _without_any(
+        self,
+        wanted: Sequence[Candidate],
+        builds: Mapping[str, Future[Artifact | Verdict]],
+        pending: Collection[Future[Artifact | Verdict]],
+    ) -> bool:
+        """Whether all candidates of a template are still being built, and none was tried: a backend that builds slowly
+        must not lose because others build fast."""
+        late = {template_of(candidate) for candidate in wanted if builds.get(candidate.id) in pending}
+        built = {template_of(candidate) for candidate in wanted if builds.get(candidate.id) not in pending}
+        return not late <= built | self._templates_tried
 
     def _built(
         self, wanted: Sequence[Candidate], search: Searcher, is_last: bool
     ) -> tuple[list[Candidate], list[Candidate]]:
         """Return those of the wanted candidates whose build succeeded, and those that are still being built: none, or,
         where builds disturb no timing, up to half of them. is_last: whether the search asks for no others; builds are
-        then waited for in the time for exploring only.
+        then waited for in the time for exploring, and in that for builds which is not counted.
 
         Builders that would be idle meanwhile build the candidates that the search may ask for next, unless these are
         built while others are timed.
@@ -199,8 +213,9 @@ class Exploration:
         if idle_builders:
             to_build += [candidate for candidate in search.likely if candidate.id not in self._builds][:idle_builders]
         if is_last:
-            exploring_s = EXPLORE_END * self._budget.seconds - self._budget.elapsed_s
-            late = self._build_now(to_build, wanted, len(wanted) - 1, max(0.0, exploring_s))
+            left_s = max(0.0, EXPLORE_END * self._budget.seconds - self._budget.elapsed_s)
+            left_s += 0.0 if self._budget.strict else self._budget.excludable_s
+            late = self._build_now(to_build, wanted, len(wanted) - 1, None if left_s == math.inf else left_s)
         else:
             late = self._build_now(to_build, wanted, 0 if self._build_ahead is None else len(wanted) // 2)
         ready = list[Candidate]()
@@ -260,6 +275,7 @@ class Exploration:
         row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
         row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
         self._others_tried += candidate.backend != BASELINE_BACKEND
+        self._templates_tried.add(template_of(candidate))
         if result.verdict is None:
             row.reason = f"{row.screening_s / self._context.best_s:.1f}x the best screening time: not worth checking"
         elif not result.verdict.ok:

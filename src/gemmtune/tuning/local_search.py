@@ -71,7 +71,7 @@ class LocalSearch:
         """Record the time of one candidate that was asked for; None when it failed. Raises KeyError for an unknown
         id."""
         candidate = self._by_id[candidate_id]
-        self._times_by_template[_template_of(candidate)].append(float("inf") if seconds is None else seconds)
+        self._times_by_template[template_of(candidate)].append(float("inf") if seconds is None else seconds)
         self._since_better += 1
         if seconds is not None:
             self._times[candidate_id] = seconds
@@ -133,7 +133,7 @@ class LocalSearch:
     def _without_hopeless(self, candidates: list[Candidate]) -> list[Candidate]:
         """Return the candidates without those of a template whose times have shown that it is far from the best."""
         best = min(self._times.values(), default=float("inf"))
-        return [c for c in candidates if not self._is_hopeless(_template_of(c), best)]
+        return [c for c in candidates if not self._is_hopeless(template_of(c), best)]
 
     def _is_hopeless(self, template: Template, best: float) -> bool:
         times = self._times_by_template.get(template, [])
@@ -183,7 +183,8 @@ def _is_number(value: Scalar) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
 
-def _template_of(candidate: Candidate) -> Template:
+def template_of(candidate: Candidate) -> Template:
+    """Return the backend and the template of a candidate."""
     return (candidate.backend, candidate.template)
 
 
@@ -192,7 +193,7 @@ def _seed_waves(candidates: Sequence[Candidate], seeds: int) -> list[list[Candid
     some of each. With few templates a wave has several of each: those of a wave are built at once."""
     groups: dict[Template, list[Candidate]] = defaultdict(list)
     for candidate in candidates:
-        groups[_template_of(candidate)].append(candidate)
+        groups[template_of(candidate)].append(candidate)
     each = max(1, _LEAST_WAVE // max(1, len(groups)))
     return [
         [candidate for group in groups.values() for candidate in group[i : min(i + each, seeds)]]

@@ -10,11 +10,12 @@ class TimeBudget:
     """The seconds of a session and how much of them is spent.
 
     seconds: the whole budget. strict: whether the user set it, so that it is kept; without, builds and most of the
-    preparation of operands are not counted. excludable_s: how much of the later builds is not counted.
+    preparation of operands are not counted. excludable_s: how much of the later builds is not counted; what is left of
+    it.
     """
 
     def __init__(self, seconds: float, strict: bool, excludable_s: float = math.inf) -> None:
-        self.seconds, self.strict, self._excludable_s = seconds, strict, excludable_s
+        self.seconds, self.strict, self.excludable_s = seconds, strict, excludable_s
         self._started = time.perf_counter()
 
     def cap_spent(self, share: float) -> None:
@@ -25,8 +26,8 @@ class TimeBudget:
         """Do not count the last ``seconds`` seconds; if ``limited``, only while less than ``excludable_s`` was not
         counted."""
         if limited:
-            seconds = min(seconds, self._excludable_s)
-            self._excludable_s -= seconds
+            seconds = min(seconds, self.excludable_s)
+            self.excludable_s -= seconds
         self._started += seconds
 
     @property
