@@ -21,6 +21,7 @@ from gemmtune.backends.gpu.int4 import shuffle_int4
 from gemmtune.backends.gpu.rules import leading_dimensions, why_no_gpu_kernel
 from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import make_spec
+from gemmtune.backends.triton.conversion import Conversion
 from gemmtune.backends.triton.pointwise import pointwise_of
 from gemmtune.backends.triton.rms_norm import RmsNorm
 from gemmtune.core.candidate import Candidate
@@ -192,7 +193,7 @@ def main() -> None:
             run(problem, tiled(swap=swap), inputs, out)
             assert torch.equal(out, expected), f"{problem.out_dtype}: {out} {expected}"
             count += 1
-    count += check_pointwise() + check_rms_norm()
+    count += check_pointwise() + check_rms_norm() + check_conversion()
     print(f"{count} problems right")
 
 
@@ -238,3 +239,17 @@ def check_rms_norm() -> int:
         expected = normalize_rows(a, Step("rms_norm", "inner", "float32", value=1e-3), weight)
         assert torch.allclose(out.float(), expected.float(), atol=2e-3, rtol=2e-3), (m, k)
     return len(shapes)
+
+
+def check_conversion() -> int:
+    """Compare the kernel that converts a weight with ``Tensor.to``. Return the number of weights."""
+    generator = torch.Generator().manual_seed(2)
+    for k, n in ((1, 1), (7, 24), (128, 96)):
+        for source in (
+            torch.randint(-128, 128, (k, n), generator=generator, dtype=torch.int8),
+            torch.randint(-128, 128, (n, k), generator=generator, dtype=torch.int8).t(),
+        ):
+            target = torch.empty_like(source, dtype=torch.float16).fill_(0.5)
+            Conversion().launch(source, target)
+            assert torch.equal(target, source.half()), (k, n)
+    return 6

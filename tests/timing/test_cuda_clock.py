@@ -290,6 +290,14 @@ def test_slow_kernels_are_screened_with_few_calls(
     assert screening_times(gpu, lambda: run(0), gpu.chill, cutoff_s) == pytest.approx([seconds] * times, rel=1e-2)
 
 
+@pytest.mark.parametrize(("setting_up_s", "is_timed"), [(1.5, True), (2.5, False)])
+def test_first_call_that_compiles_is_not_a_screening_time(gpu: FakeGpu, setting_up_s: float, is_timed: bool) -> None:
+    first, later = gpu.kernel(12e-6, setting_up_s), gpu.kernel(12e-6, 60e-6)
+    calls = iter([first])
+    times = screening_times(gpu, lambda: next(calls, later)(0), gpu.chill, 20e-6)
+    assert times == pytest.approx([12e-6] * 5 if is_timed else [setting_up_s], rel=0.5)
+
+
 def test_screening_times_of_kernels_off_the_stream(gpu: FakeGpu) -> None:
     run = gpu.kernel(50e-6, 10e-6, elsewhere=True)
     assert screening_times(gpu, lambda: run(0), gpu.chill) == pytest.approx([60e-6])

@@ -40,7 +40,7 @@ class FakeTuner:
     def new_pool(self) -> Any:
         return SimpleNamespace(close=lambda: None)
 
-    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any = None) -> list[Decision]:
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any = None, *, share: float = 1.0) -> list[Decision]:
         FakeTuner.workers.append(pool)
         toy_decisions = [decide(problem, evidence(toy(), 0.1), chosen=toy()) for problem, _ in problems]
         decisions = [msgspec.structs.replace(decision, target_key=self.target.key) for decision in toy_decisions]

@@ -66,6 +66,20 @@ def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end()
     assert curves.without([PLAIN]).plain_at_least(180, 180) is None  # it cannot serve
 
 
+def test_kernel_with_the_plain_ops_product_takes_a_share_of_its_time_that_changes_steadily() -> None:
+    times = {PLAIN: {100: 5.0, 170: 5.0}, "like": {100: 4.0, 170: 4.5}, "other": {100: 4.0, 170: 4.5}}
+    scan = {100: 5.0, 120: 6.0, 140: 4.0, 170: 5.0}
+    curves = Curves(1, 512, times, PLAIN, scan=scan, like_plain={"like"})
+    assert curves.expected("like", 120) == pytest.approx(6.0 * 0.8 ** (5 / 7) * 0.9 ** (2 / 7))
+    assert curves.expected("like", 135) == pytest.approx(4.5 * 0.8**0.5 * 0.9**0.5)  # between two M of the scan
+    assert curves.expected("other", 120) is None
+    sparse = replace(curves, scan={100: 5.0, 120: 6.0})
+    assert sparse.expected("like", 120) == curves.expected("like", 120)
+    assert sparse.expected("like", 140) is None
+    assert replace(curves, scan={}).expected("like", 120) is None
+    assert curves.expected("like", 171) is None
+
+
 def test_least_time_of_kernels_is_without_the_plain_op() -> None:
     curves = sample_curves(
         {PLAIN: staircase(1.0, 0.0), "a": staircase(3.0, 0.0), "b": staircase(2.0, 0.0)}, plain=PLAIN

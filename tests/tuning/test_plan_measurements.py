@@ -56,6 +56,15 @@ def test_layout_that_is_nowhere_slower_than_the_plain_op_comes_first() -> None:
     assert found.layouts() == ["p:never", "p:often", ""]
 
 
+def test_kernel_with_the_plain_ops_product_is_expected_between_measured_m_by_the_scan() -> None:
+    like = PoolKernel.of(Candidate.make("aten", "upcast_converted"), 256, None)
+    found = measured((PLAIN, {256: 10.0, 320: 12.0}), (like, {256: 8.0, 320: 9.6}))
+    assert found.curves("").expected(like.id, 300) is None
+    found.record_scan({m: {PLAIN.id: 1e-6 * us} for m, us in ((288, 14.0), (300, 11.0))})
+    assert found.curves("").expected(like.id, 300) == pytest.approx(8.8e-6)
+    assert found.curves("").expected(PLAIN.id, 300) is None
+
+
 def test_measurements_are_where_a_kernel_is_expected_to_be_faster_and_where_nothing_is_known() -> None:
     """By the estimates, tiles of 56 rows are the fastest from M = 193 to 224, between two measured M."""
 

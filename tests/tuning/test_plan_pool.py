@@ -28,6 +28,7 @@ from helpers.plans import (
     PLAIN_S,
     PROBLEM,
     SMALL,
+    SimulatedKernel,
     decisions_at,
     simulated,
     staircase,
@@ -58,6 +59,22 @@ def test_pool_has_the_kernels_that_were_fast_at_some_m() -> None:
     assert [by_id[name].tuned_m for name in (SMALL.id, LARGE.id)] == [1, 48]
     assert [by_id[name].tile_rows for name in (SMALL.id, LARGE.id, PLAIN.id)] == [16, 128, 1]
     assert [kernel.is_plain for kernel in pool] == [True, False, False]
+
+
+@pytest.mark.parametrize(("share", "is_in"), [(0.8, True), (0.99, True), (1.01, False), (1.6, False)])
+@pytest.mark.parametrize("fastest", [0.5, 0.7])
+def test_kernel_with_the_plain_ops_product_is_timed_where_it_is_faster_than_that(
+    share: float, is_in: bool, fastest: float
+) -> None:
+    """Not if it takes more than 1.5 times as long as the fastest one."""
+    like = SimulatedKernel(Candidate.make("aten", "upcast_converted"), lambda m: share * PLAIN_S(m))
+    others = [simulated(f"k{i}", lambda m, i=i: (fastest + 0.01 * i) * PLAIN_S(m)) for i in range(MAX_PER_DECISION)]
+    pool = {kernel.id: kernel for kernel in kernel_pool(decisions_at([like, *others], [8]))}
+    assert (like.candidate.id in pool) == (is_in and share < 1.5 * fastest)
+    assert set(pool) >= {PLAIN.id, *(kernel.candidate.id for kernel in others)}
+    if like.candidate.id in pool:
+        assert pool[like.candidate.id].is_like_plain
+    assert not pool[PLAIN.id].is_like_plain
 
 
 def test_kernels_fast_at_most_m_come_first() -> None:

@@ -72,6 +72,7 @@ class FakeTuner:
         self.counts: list[int] = []
         self.pools: list[FakePool] = []
         self.outcome: str | None = None
+        self.shares: list[float] = []
         self.begun: list[int] = []
         self.begun_now: list[int] = []
 
@@ -82,9 +83,10 @@ class FakeTuner:
         self.pools.append(FakePool(self.worker))
         return self.pools[-1]
 
-    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+    def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any, *, share: float = 1.0) -> list[Decision]:
         problems = list(problems)
         assert not self.pools[-1].closed
+        self.shares.append(share)
         self.tuned.append([problem.size(self.dim) for problem, _ in problems])
         self.counts += [count for _, count in problems]
         found = [
@@ -216,7 +218,7 @@ def test_part_of_the_range_takes_a_part_of_the_time(
 
 
 @pytest.mark.parametrize(
-    ("decided_s", "expected"), [(4 * 6.0, 16.0), (4 * 6.0 + 3.0, 13.0), (4 * 6.0 + 60.0, 0.4 * 16.0)]
+    ("decided_s", "expected"), [(4 * 6.0, 16.0), (4 * 6.0 + 3.0, 13.0), (4 * 6.0 + 60.0, 0.3 * 16.0)]
 )
 def test_decisions_that_take_long_leave_less_time_for_other_m(
     clock: FakeTime, store: MemoryStore, decided_s: float, expected: float
@@ -232,15 +234,40 @@ def test_time_of_the_decisions_is_passed_on(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class SlowTuner(FakeTuner):
-        def tune(self, *args: Any) -> list[Decision]:
+        def tune(self, *args: Any, **options: Any) -> list[Decision]:
             clock.now += 100.0
-            return super().tune(*args)
+            return super().tune(*args, **options)
 
     seconds = list[float]()
     monkeypatch.setattr(plan_tuner.PlanSession, "run", lambda self, s, *_: seconds.append(s))
     monkeypatch.setattr(plan_tuner, "time", clock)
     tune(SlowTuner(clock), store, "all")
-    assert seconds == [0.4 * 16.0]
+    assert seconds == [0.3 * 16.0]
+
+
+@pytest.mark.parametrize(
+    ("left", "spent_s", "expected"),
+    [(4, 0.0, 1.0), (3, 6.0, 1.0), (3, 6.0 + 1.35, 0.9), (1, 18.0 + 0.45, 0.9), (3, 60.0, 0.7), (1, 7.0, 1.0)],
+)
+def test_decisions_that_take_long_leave_less_time_for_the_following_ones(
+    clock: FakeTime, store: MemoryStore, left: int, spent_s: float, expected: float
+) -> None:
+    tuner = PlanTuner(FakeTuner(clock), current_target(), store)  # type: ignore[arg-type]
+    assert tuner._share_of_time(4, left, spent_s) == pytest.approx(expected)
+
+
+def test_time_of_a_decision_is_passed_on(clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    class LateStart(FakeTuner):
+        def tune(self, *args: Any, **options: Any) -> list[Decision]:
+            clock.now += 60.0 if not self.tuned else 0.0
+            return super().tune(*args, **options)
+
+    monkeypatch.setattr(plan_tuner, "time", clock)
+    tuner = LateStart(clock)
+    plan_tuner_ = PlanTuner(tuner, current_target(), store)  # type: ignore[arg-type]
+    monkeypatch.setattr(plan_tuner_, "_profile", plan_tuner_._profile._replace(max_predicted=1))
+    plan_tuner_.tune([(PROBLEM, 1)], "all")
+    assert tuner.shares == [1.0, 0.7, 0.7, 0.7]
 
 
 def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: MemoryStore) -> None:
@@ -453,8 +480,8 @@ def test_narrower_keyed_plan_is_replaced_by_one_of_both_ranges(clock: FakeTime, 
 
 def test_undecided_key_is_tried_again(clock: FakeTime, store: MemoryStore) -> None:
     class Disturbed(FakeTuner):
-        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
-            first, *others = super().tune(problems, pool)
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any, **options: Any) -> list[Decision]:
+            first, *others = super().tune(problems, pool, **options)
             return [msgspec.structs.replace(first, outcome="inconclusive"), *others]
 
     plan = tune_keyed(Disturbed(clock), store, halves)
@@ -481,10 +508,10 @@ def test_plan_that_another_tuner_made_meanwhile_is_used(clock: FakeTime, store: 
     other = FakeTuner(clock)
 
     class Slow(FakeTuner):
-        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any, **options: Any) -> list[Decision]:
             if not other.tuned:
                 tune(other, store, range(1, 257))
-            return super().tune(problems, pool)
+            return super().tune(problems, pool, **options)
 
     tuner = Slow(clock)
     (plan,) = tune(tuner, store, range(1, 129))[1]
@@ -497,10 +524,10 @@ def test_tuners_of_overlapping_ranges_make_one_plan_of_both(clock: FakeTime, sto
     other = FakeTuner(clock)
 
     class Slow(FakeTuner):
-        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any) -> list[Decision]:
+        def tune(self, problems: Iterable[tuple[Problem, int]], pool: Any, **options: Any) -> list[Decision]:
             if not other.tuned:
                 tune(other, store, range(1, 65), [(PROBLEM.with_m(8), 1)])
-            return super().tune(problems, pool)
+            return super().tune(problems, pool, **options)
 
     tuner = Slow(clock)
     (plan,) = tune(tuner, store, range(200, 401), [(PROBLEM.with_m(256), 1)])[1]

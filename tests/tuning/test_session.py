@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
@@ -14,6 +15,7 @@ from gemmtune.backends.base import Artifact
 from gemmtune.core import devices
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Evidence, LayoutDecision, Sample, Verdict
+from gemmtune.core.devices import TuningProfile
 from gemmtune.core.errors import WorkerError
 from gemmtune.core.events import BestSoFar, CandidateTried, Progress, silent
 from gemmtune.core.problem import Problem
@@ -35,6 +37,21 @@ PROBLEM = build(16, 4096, 4096, "bf16")
 TARGET = replace(
     current_target(), isa=("avx2", "fma", "f16c", "avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 )
+
+
+@pytest.mark.parametrize(
+    ("seconds", "default_s", "expected"),
+    [
+        (None, None, (3.0, False, math.inf)), (9.0, None, (9.0, True, math.inf)), (9.0, 2.2, (9.0, True, 2.0)),
+        (None, 2.2, (2.2, False, 2.0)), (None, 1.1, (1.1, False, 1.0)), (None, 4.4, (4.4, False, 2.0)),
+    ],
+)  # fmt: skip
+def test_less_than_the_usual_time_excludes_less_of_the_builds(
+    seconds: float | None, default_s: float | None, expected: tuple[float, bool, float]
+) -> None:
+    profile = TuningProfile(default_s=3.0, tuned_m_s=2.2)
+    budget = session.budget_of(profile, seconds, default_s)
+    assert (budget.seconds, budget.strict, budget.excludable_s) == pytest.approx(expected)
 
 
 class FakeTime:

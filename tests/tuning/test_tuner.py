@@ -459,6 +459,29 @@ def test_expired_lease_is_taken_over(target: Target, store: MemoryStore, monkeyp
     assert_sound(decision)
 
 
+@pytest.mark.parametrize(("budget", "expected"), [(Budget(default_s=4.0), 2.8), (Budget(), None)])
+def test_share_of_the_default_time_is_passed_on(
+    target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch, budget: Budget, expected: float | None
+) -> None:
+    seconds: list[float | None] = []
+
+    class FakeSession:
+        """Session that decides at once."""
+
+        def __init__(self, problem: Problem, *args: object, **more: object) -> None:
+            self.problem = problem
+
+        def run(self, _: float | None, limit: int | None, default_s: float | None) -> Decision:
+            seconds.append(default_s)
+            return make_decision(self.problem, target=target)
+
+    monkeypatch.setattr(tuner_module, "TuningSession", FakeSession)
+    tuner = Tuner(target, ["native"], store, budget, isolate=False)
+    tuner.tune([(PROBLEM, 1)], share=0.7)
+    tuner.tune([(replace(PROBLEM, m=PROBLEM.m + 1), 1)])
+    assert seconds == [pytest.approx(expected), budget.default_s]
+
+
 def test_session_gets_the_layouts_of_the_weights_other_m(
     target: Target, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,7 +9,10 @@ from .clock import Latency, gc_disabled
 from .cuda_clock import MIN_KERNEL_S, PAUSE_MARGIN, ROUND_PAUSE_S, Gpu
 
 _COLD_CALLS, _COLD_SLOW_CALLS, _COLD_SLOW_S = 5, 2, 5e-3
-_SETTING_UP_S = 0.5  # seconds that a first call may need: modules are loaded, libraries choose their kernels
+# Seconds that a first call may need: modules are loaded, libraries choose their kernels, and Triton compiles a kernel
+# beside one of PyTorch's products. With 0.5 the product of converted int8 weights, whose first call took 0.7 and 1.0 s,
+# was not timed at the first M that a process tuned (H200, every-m-20261129-063427.json, -064138).
+_SETTING_UP_S = 2.0
 _STALL_S = 2e-3
 _SLOW_S = 50e-3
 

@@ -44,6 +44,8 @@ class Curves:
     waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
     estimated_s: returns a backend's estimate of a kernel's seconds at an M; None where it has none.
     scan: seconds of ATen's plain op by M, at more M than those in ``times`` (``plain_scan``).
+    like_plain: ids of kernels that run the plain op's product, and differ from it by what takes as long for any M: what
+    it takes at M is the estimate.
     """
 
     first: int
@@ -57,6 +59,7 @@ class Curves:
     waves: bool = False
     estimated_s: Callable[[str, int], float | None] = no_estimate
     scan: Mapping[int, float] = field(default_factory=dict)
+    like_plain: Collection[str] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -103,10 +106,10 @@ class Curves:
             return self.times[name][m]
         sizes = self._sizes_of[name]
         index = bisect_left(sizes, m)
-        if index == len(sizes) or sizes[index] > _REACH * m or not (estimate_s := self.estimated_s(name, m)):
+        if index == len(sizes) or sizes[index] > _REACH * m or not (estimate_s := self.estimate_s(name, m)):
             return None
         above, below = sizes[index], sizes[max(index - 1, 0)]
-        estimates = {size: self.estimated_s(name, size) or estimate_s for size in (below, above)}
+        estimates = {size: self.estimate_s(name, size) or estimate_s for size in (below, above)}
         ratios = {size: self.times[name][size] / seconds for size, seconds in estimates.items()}
         if not m / _REACH <= below <= m or (estimate_s == estimates[above] and estimate_s != estimates[below]):
             return estimate_s * ratios[above]
@@ -114,6 +117,22 @@ class Curves:
             return estimate_s * ratios[below]
         share = (m - below) / (above - below)
         return float(estimate_s * ratios[below] ** (1.0 - share) * ratios[above] ** share)
+
+    def estimate_s(self, name: str, m: int) -> float | None:
+        """Return the estimate of a kernel's seconds at M, which its times correct; None without one."""
+        return self._plain_s(m) if name in self.like_plain else self.estimated_s(name, m)
+
+    def _plain_s(self, m: int) -> float | None:
+        """Return the seconds of ATen's plain op at M, interpolated between two M at which it was timed or scanned. None
+        where such M are more than ``_SCAN_GAP`` rows apart."""
+        sizes = self._plain_sizes
+        index = bisect_left(sizes, m)
+        if index < len(sizes) and sizes[index] == m:
+            return self._plain_times[m]
+        if not 0 < index < len(sizes) or sizes[index] - sizes[index - 1] > _SCAN_GAP:
+            return None
+        a, b = sizes[index - 1], sizes[index]
+        return self._plain_times[a] + (self._plain_times[b] - self._plain_times[a]) * (m - a) / (b - a)
 
     def usable(self, name: str, m: int) -> float:
         """Return the seconds that a kernel takes at most at a measured M; infinite where ATen's plain op should serve

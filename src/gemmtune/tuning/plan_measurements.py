@@ -178,7 +178,7 @@ class Measurements:
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves, self._estimate, self.scan,
+            self._waves, self._estimate, self.scan, {name for name in names if self.pool[name].is_like_plain},
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:

@@ -31,7 +31,11 @@ from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
 _LEAST_SWEEP = 0.25  # the least share of the default time for other M that a range of few M has
-_LEAST_WHEN_LATE = 0.4  # the least share of the time for other M that is left where the Decisions took long
+_LEAST_WHEN_LATE = 0.3  # the least share of the time for other M that is left where the Decisions took long
+# The least share of a Decision's time that is left where those before took long, as the first of a process does, for
+# which a worker starts. With whole Decisions a weight of 30 or so took more than 25 s on 16 cores, 25.8 and 26.2 (fp8
+# 8192x1024 and bfloat16 4096x4096, H200; every-m-20261129-062005.json, -014126).
+_LEAST_OF_DECISION = 0.7
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
@@ -153,6 +157,7 @@ class PlanTuner:
         if not self._profile.max_predicted or sizes.runs:
             return self._decide(weight, sizes.tuned, pool)
         decisions: list[Decision] = []
+        started = time.perf_counter()
         pool.start()  # before the builders are forked from the same process
         self._list_ahead(weight, sizes, pool)  # while the worker starts
         for index in reversed(range(len(sizes.tuned))):
@@ -160,8 +165,16 @@ class PlanTuner:
             for m in reversed(sizes.tuned[max(0, index - 1) : index + 1]):
                 self._tuner.begin_builds(weight.at(m), pool, later=m != sizes.tuned[index])
             with self._building_ahead(weight, sizes, decisions, pool) if index < 2 else contextlib.nullcontext():
-                decisions = decisions + self._decide(weight, sizes.tuned[index : index + 1], pool)
+                share = self._share_of_time(len(sizes.tuned), index + 1, time.perf_counter() - started)
+                decisions = decisions + self._decide(weight, sizes.tuned[index : index + 1], pool, share)
         return decisions
+
+    def _share_of_time(self, count: int, left: int, spent_s: float) -> float:
+        """Return the share of the usual time for each of the ``left`` M of ``count`` that are still to be tuned: what
+        the others took beyond ``slow_m_s`` each shortens it."""
+        late_s = max(0.0, spent_s - (count - left) * self._profile.slow_m_s)
+        usual_s = left * (self._profile.tuned_m_s or self._profile.default_s)
+        return max(_LEAST_OF_DECISION, 1.0 - late_s / usual_s)
 
     def _keeps(self, stored: TunedPlan | None, sizes: SizeRange) -> TypeGuard[TunedPlan]:
         """Whether a weight's stored plan is kept, rather than replaced by one for a range."""
@@ -221,10 +234,10 @@ class PlanTuner:
         """Whether kernels are built while an M is decided."""
         return self._profile.builds_overlap and pool.begin_builds is not None
 
-    def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool) -> list[Decision]:
-        """Return the Decisions of a weight at some M."""
+    def _decide(self, weight: Weight, sizes: Sequence[int], pool: WorkerPool, share: float = 1.0) -> list[Decision]:
+        """Return the Decisions of a weight at some M. share: as for ``Tuner.tune``."""
         problems = [(weight.at(m), weight.counts.get(m, 1)) for m in sizes]
-        return self._tuner.tune(problems, pool) if problems else []
+        return self._tuner.tune(problems, pool, share=share) if problems else []
 
     def _plan_under_lease(
         self, weight: Weight, sizes: SizeRange, decisions: list[Decision], decided_s: float, pool: WorkerPool

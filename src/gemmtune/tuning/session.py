@@ -14,6 +14,7 @@ import msgspec
 
 from ..core import devices
 from ..core.decision import Decision, Outcome
+from ..core.devices import TuningProfile
 from ..core.errors import WorkerError
 from ..core.events import BestSoFar, Progress
 from ..core.problem import Problem
@@ -55,6 +56,15 @@ SLOW_TEST_CALLS = 80
 # a tie ("the budget allowed 2 pairs") although a kernel took 0.74 of ATen's time (int8 weights, M = 2048, H100).
 _LEAST_RACE = 0.5
 CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each test case, and one at each other M
+
+
+def budget_of(profile: TuningProfile, seconds: float | None, default_s: float | None) -> TimeBudget:
+    """Return the budget of a session that ``TuningSession.run`` is to take these seconds for. ``BUILDS_S`` are not
+    counted of one with a ``default_s``, and as small a part of them as that is of the usual time of a tuned M."""
+    if default_s is None:
+        return TimeBudget(seconds or profile.default_s, seconds is not None)
+    builds_s = BUILDS_S * min(1.0, default_s / (profile.tuned_m_s or default_s))
+    return TimeBudget(seconds or default_s, seconds is not None, builds_s)
 
 
 class TuningSession:
@@ -108,9 +118,7 @@ class TuningSession:
         when the worker cannot open the problem at all.
         """
         run_started = time.perf_counter()
-        self._context.budget = TimeBudget(
-            seconds or default_s or self._profile.default_s, seconds is not None, BUILDS_S if default_s else math.inf
-        )
+        self._context.budget = budget_of(self._profile, seconds, default_s)
         self._worker.open(self._context.problem, self._context.seed)
         if not self._budget.strict:
             self._budget.cap_spent(OPEN_SHARE)

@@ -100,18 +100,23 @@ class Tuner:
         self._search = get_search(search)
         self._plans = _PlanPoints((), target, store)
         self._unstored: list[Decision] = []
+        self._share = 1.0
 
-    def tune(self, problems: Iterable[tuple[Problem, int]], pool: WorkerPool | None = None) -> list[Decision]:
+    def tune(
+        self, problems: Iterable[tuple[Problem, int]], pool: WorkerPool | None = None, *, share: float = 1.0
+    ) -> list[Decision]:
         """Return a Decision for every problem, in the order of first mention, with duplicates merged.
 
         The int is a call count: the problems with the largest total cost (count x flops) are tuned first, so that an
         interrupted run has decided those that matter most. Each Decision is in the store before the next problem
         starts. KeyboardInterrupt ends the worker, releases the lease and is raised again. A Decision that a disturbed
         machine left inconclusive is not stored; unless the budget is the user's, its problem is tuned once more after
-        all others. pool: the worker to use, from ``new_pool``; None starts one and ends it.
+        all others. pool: the worker to use, from ``new_pool``; None starts one and ends it. share: of the budget's
+        ``default_s``, where it is given, that each problem has.
 
         Raises WorkerStartError when no worker can be started, ValueError for an unknown backend.
         """
+        self._share = share
         weights: dict[Problem, int] = {}
         for problem, count in problems:
             weights[problem] = weights.get(problem, 0) + count
@@ -211,8 +216,9 @@ class Tuner:
         )  # fmt: skip
         self._build_ahead(problem, pool)
         worker.wait()
+        default_s = None if self._budget.default_s is None else self._share * self._budget.default_s
         try:
-            decision = session.run(self._budget.seconds, self._budget.candidates, self._budget.default_s)
+            decision = session.run(self._budget.seconds, self._budget.candidates, default_s)
         except WorkerStartError:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned

@@ -29,6 +29,7 @@ from .cuda_narrow import (
     ScaledMmRounded,
     ScaledMmWide,
     Upcast,
+    UpcastConverted,
     UpcastOnce,
     UpcastRounded,
 )
@@ -39,8 +40,9 @@ from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntM
 
 _BUILTIN: tuple[type[AtenKernel], ...] = (
     Mm, MmRounded, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed,
-    BmmWide, IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, Int8Pack,
-    Int4Pack, Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmRounded, ScaledMmWide, UpcastOnce, Dequantized, Composite,
+    BmmWide, IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, UpcastConverted,
+    Int8Pack, Int4Pack, Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmRounded, ScaledMmWide, UpcastOnce, Dequantized,
+    Composite,
 )  # fmt: skip
 _BY_NAME: dict[str, type[AtenKernel]] = {template.template: template for template in _BUILTIN}
 
@@ -59,6 +61,16 @@ def register(template: type[AtenKernel]) -> None:
 def is_fallback(template: str, problem: Problem) -> bool:
     """Whether a template of this name runs what plain PyTorch runs on the raw weight of a Problem."""
     return template in _BY_NAME and _BY_NAME[template].runs_as_pytorch(problem.without_norm())
+
+
+def has_plain_product(candidate: Candidate) -> bool:
+    """Whether a candidate is ATen's, and differs from what plain PyTorch runs only by work in front of the same product
+    that takes as long for any M."""
+    return (
+        candidate.backend == "aten"
+        and candidate.template in _BY_NAME
+        and _BY_NAME[candidate.template].has_plain_product
+    )
 
 
 def _templates(problem: Problem, target: Target | None) -> Iterator[type[AtenKernel]]:

@@ -150,17 +150,49 @@ class UpcastRounded(Upcast):
     def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
         return problem.epilogue, ""
 
+    def integers(self, b: QuantWeight, dtype: torch.dtype) -> Tensor:
+        """Return the weight's integers in ``dtype`` [K, N]."""
+        return levels(b, dtype)
+
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        product = torch.mm(a, levels(b, a.dtype))
+        product = torch.mm(a, self.integers(b, a.dtype))
         scaled: Tensor = product.float() * b.scale if self.remaining else product * b.scale
         return scaled
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        product = self._without_reduced_precision(a, torch.mm, a, levels(b, a.dtype))
+        product = self._without_reduced_precision(a, torch.mm, a, self.integers(b, a.dtype))
         if not self.remaining and b.scale.dtype == out.dtype:
             torch.mul(product, b.scale, out=out)
         elif self._scaled_steps is None or not self._scaled_steps.run(product, (b.scale, *aux), out):
             out.copy_(apply_steps(product.float() * b.scale, self.remaining, aux))
+
+
+class UpcastConverted(UpcastRounded):
+    """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's."""
+
+    template = "upcast_converted"
+    is_fallback = False
+    has_plain_product = True
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if problem.b.layout.ld is not None:
+            return "converts weights without memory between their rows or columns"
+        return super().why_unsupported(problem, config)
+
+    @classmethod
+    def why_unsupported_on_cuda(cls, problem: Problem, config: Mapping[str, Scalar], target: Target) -> str:
+        from ..triton.compiler import triton_version, why_unusable
+
+        return why_unusable(triton_version())
+
+    def integers(self, b: QuantWeight, dtype: torch.dtype) -> Tensor:
+        from ..triton.conversion import conversion
+
+        result = torch.empty_like(b.data, dtype=dtype)
+        if not conversion().run(b.data, result):
+            result.copy_(b.data)
+        return result
 
 
 def levels(b: QuantWeight, dtype: torch.dtype) -> Tensor:

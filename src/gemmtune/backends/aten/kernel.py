@@ -38,14 +38,16 @@ class AtenKernel(Kernel):
     product.
 
     device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
-    op on an unpacked weight, for some Problems at least (``runs_as_pytorch``). accumulator: the dtype of the product;
-    empty for that of A.
+    op on an unpacked weight, for some Problems at least (``runs_as_pytorch``). has_plain_product: whether it differs
+    from that op only by work in front of the same product that takes as long for any M. accumulator: the dtype of the
+    product; empty for that of A.
     """
 
     template: ClassVar[str]
     family: ClassVar[tuple[str, ...]] = ("mm",)
     device_types: ClassVar[tuple[str, ...]] = ()
     is_fallback: ClassVar[bool] = False
+    has_plain_product: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
     accumulator: ClassVar[str] = ""
     # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
