@@ -166,3 +166,77 @@ def test_fastest_are_the_plain_op_a_leader_of_each_layout_and_those_that_there_i
     found = measured((PLAIN, {}), *((PoolKernel.of(Candidate.make("toy", n), 1, layouts[n]), {}) for n in NAMES))
     calls_s = {"aten/mm": 1.2, "toy/best": 1.0, "toy/near": 1.02, "toy/other": 1.1, "toy/behind": 2.0, "toy/new": 0.0}
     assert set(found.fastest(calls_s, seconds)) == kept
+
+
+# --- times at one M from several requests
+
+
+def record(found: Measurements, m: int, **microseconds: float) -> None:
+    """Record one request for kernels of the backend "toy" and ATen's plain op (``mm``) at M."""
+    ids = {name: next(full for full in found.pool if f"/{name}[" in f"{full}[") for name in microseconds}
+    times = {ids[name]: 1e-6 * us for name, us in microseconds.items()}
+    found.record({m: list(times)}, {m: times})
+
+
+def microseconds(found: Measurements, m: int) -> dict[str, float]:
+    return {name.split("/")[1]: round(1e6 * times[m], 6) for name, times in found.times.items() if m in times}
+
+
+def kernels(*names: str) -> Measurements:
+    return measured((PLAIN, {}), *((packed(name), {}) for name in names))
+
+
+def test_times_of_a_faster_moment_replace_earlier_ones_and_correct_the_others() -> None:
+    found = kernels("a", "b", "c")
+    record(found, 8, mm=20.0, a=16.0, b=18.0)
+    record(found, 8, mm=10.0, a=8.8, c=7.0)
+    assert microseconds(found, 8) == {"mm": 10.0, "a": 8.8, "b": 18.0 * 0.55, "c": 7.0}  # 0.55 is nearer to 1 than 0.5
+
+
+def test_times_of_a_slower_moment_replace_none() -> None:
+    found = kernels("a", "b", "c")
+    record(found, 8, mm=10.0, a=8.0, b=9.0)
+    record(found, 8, mm=20.0, a=18.0, c=14.0)
+    assert microseconds(found, 8) == {"mm": 10.0, "a": 8.0, "b": 9.0, "c": 7.0}
+
+
+def test_stall_of_one_kernel_does_not_change_the_others() -> None:
+    found = kernels("a", "b")
+    record(found, 8, mm=10.0, a=40.0, b=9.0)
+    record(found, 8, mm=10.0, a=8.0)
+    assert microseconds(found, 8) == {"mm": 10.0, "a": 8.0, "b": 9.0}
+    record(found, 8, a=24.0)  # alone: the later time counts, as before
+    assert microseconds(found, 8) == {"mm": 10.0, "a": 24.0, "b": 9.0}
+
+
+# --- M to time again
+
+
+def test_m_at_which_the_machine_was_slower_than_at_others_are_timed_again() -> None:
+    plain = {1: 1.0, 16: 1.2, 64: 4.0, 128: 2.2, 256: 4.4, 512: 12.0}
+    found = measured((PLAIN, plain), (packed("a"), {m: 0.9 * us for m, us in plain.items()}))
+    names = {PLAIN.id, packed("a").id}
+    assert {m: set(kernels) for m, kernels in found.disturbed().items()} == {64: names, 512: names}
+    assert list(found.disturbed()) == [64, 512]
+    for _ in range(2):
+        record(found, 64, mm=4.0, a=3.6)
+    assert list(found.disturbed()) == [512]  # at M = 64 it was always so slow
+    record(found, 512, mm=8.8, a=8.0)
+    assert found.disturbed() == {}
+
+
+def test_steps_of_tiles_are_no_disturbance() -> None:
+    assert measured((PLAIN, {16: 1.0, 17: 2.0, 32: 2.0, 33: 3.9})).disturbed() == {}
+
+
+def test_m_that_alone_keep_a_layout_from_serving_are_timed_again() -> None:
+    plain = dict.fromkeys((1, 64, 256, 512), 2.0)
+    times = {1: 1.0, 64: 1.5, 256: 1.9, 512: 2.1}
+    found = measured((PLAIN, plain), (packed("a"), times))
+    assert {m: set(names) for m, names in found.obstacles("p:a", 1).items()} == {512: {PLAIN.id, packed("a").id}}
+    assert found.obstacles("", 1) == {}
+    assert found.obstacles("p:a", 0) == {}  # too many
+    record(found, 512, mm=2.0, a=2.1)
+    assert found.obstacles("p:a", 1) == {}
+    almost = measured((PLAIN, plain), (packed("a"), {**times, 512: 2.03}))
+    assert almost.obstacles("p:a", 1) == {}

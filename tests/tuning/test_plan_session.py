@@ -388,6 +388,32 @@ def test_one_stalled_timing_does_not_exclude_a_kernel(clock: FakeTime, store: Me
     assert small.times[m] == SMALL.seconds(m)
 
 
+@pytest.mark.parametrize("seconds", [0.1, 30.0])
+def test_layout_that_was_slow_once_at_one_m_serves(clock: FakeTime, store: MemoryStore, seconds: float) -> None:
+    """Also where the time for other M is over before that M is timed again."""
+    packed = simulated("packed", lambda m: 0.9 * PLAIN_S(m), packing="p:x")
+    worker = FakeWorker(clock, [packed], timing_s=0.01)
+    worker.stalls[packed.id, RANGE.last] = 1.3
+    plan = run_session(worker, [packed], store, seconds=seconds)
+    assert plan is not None
+    assert worker.stalls == {}
+    assert rank_layouts_of_plan(plan) == ["p:x", None]
+
+
+def test_m_at_which_the_machine_was_slow_is_timed_again(clock: FakeTime, store: MemoryStore) -> None:
+    """There the packed layout was faster, since the machine slows it less; on a quiet one the plain op is."""
+    packed = simulated("packed", lambda m: 1.2 * PLAIN_S(m), packing="p:x")
+    worker = FakeWorker(clock, [packed])
+    worker.stalls[PLAIN.id, 64], worker.stalls[packed.id, 64] = 4.0, 2.0
+    plan = run_session(worker, [packed], store)
+    assert plan is not None
+    assert worker.stalls == {}
+    kernel = plan.find(packed.id)
+    assert kernel is not None
+    assert kernel.times[64] == pytest.approx(packed.seconds(64))
+    assert rank_layouts_of_plan(plan) == [None]
+
+
 def test_timings_of_other_kernels_are_no_repeats(clock: FakeTime, store: MemoryStore) -> None:
     """A stall is discounted when the kernel itself is timed again, not when those of another layout are."""
     packed = simulated("packed", SMALL.seconds, packing="p:x")

@@ -11,7 +11,7 @@ from statistics import median
 
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
-from ..dispatch.plan_layouts import NO_SLOWER
+from ..dispatch.plan_layouts import MAX_NOISE, NO_SLOWER
 from . import gaps, intervals, kernel_choice, plain_scan
 from .curves import CLOSE, Curves, irregular, point_weights
 from .plan_pool import PoolKernel
@@ -28,6 +28,12 @@ _NEARLY, _NEARBY = 1.3, 1.5
 # within ``CLOSE``. Plans of H100s have 83 to 100 measured M since, 73 to 97 before (every-m-20261127-*.json).
 _MOST_NEAR = 6
 _LOADED_S = 2e-5  # shorter calls do not keep a GPU busy enough to reach its power limit
+_SLOWER = 1.1  # times of a request in which the machine was slower by this factor replace none
+# Where ATen's plain op took this multiple of what its times at other M allow, the machine was slower. One thread of an
+# Intel Xeon took 16 ms or 36 for the same product, each for ten seconds or more, without other work in its virtual
+# machine (bfloat16 375x4096x4096, a script that was not kept).
+_DISTURBED = 1.25
+_TILE = 32  # rows that a CPU's kernels may compute for one: a tile of AMX's, twice
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
 
@@ -68,13 +74,33 @@ class Measurements:
         self.pool[kernel.id], self.times[kernel.id] = kernel, {}
 
     def record(self, wanted: Mapping[int, Iterable[str]], times: Mapping[int, Mapping[str, float]]) -> None:
-        """Record the times of a request for the kernels ``wanted[m]`` at each M. Later times replace earlier ones."""
+        """Record the times of a request for the kernels ``wanted[m]`` at each M.
+
+        Later times replace earlier ones at the same M, and those of other kernels there are multiplied by what the
+        machine's pace has changed by. Where the machine was slower than before, the earlier times are kept, and new
+        ones are divided by that.
+        """
         for m, names in wanted.items():
             for name in names:
                 self.timed_often[name, m] = self.timed_often.get((name, m), 0) + 1
         for m, seconds in times.items():
-            for name, value in seconds.items():
-                self.times[name][m] = value * self._load_at(name, m)
+            later = {name: value * self._load_at(name, m) for name, value in seconds.items()}
+            pace = self._pace(m, later)
+            if pace > _SLOWER:
+                later = {name: value / pace for name, value in later.items() if m not in self.times[name]}
+            else:
+                for by_m in self.times.values():
+                    if m in by_m:
+                        by_m[m] *= pace
+            for name, value in later.items():
+                self.times[name][m] = value
+
+    def _pace(self, m: int, later: Mapping[str, float]) -> float:
+        """Return what calls at M take in a later request over what they took in the earlier ones: the ratio that is
+        nearest to 1 of the kernels that were timed in both, since one of them may have been stalled. 1.0 where fewer
+        than two were."""
+        ratios = [value / self.times[name][m] for name, value in later.items() if m in self.times[name]]
+        return min(ratios, key=lambda ratio: abs(math.log(ratio))) if len(ratios) > 1 else 1.0
 
     def sizes_for_load(self) -> list[int]:
         """Return the M at which kernels are timed under load, none if they were: the last, and the measured one nearest
@@ -270,6 +296,44 @@ class Measurements:
         thin = gaps.thin_margins(curves, intervals.intervals(curves, self.serving(curves)))
         return {m: [curves.plain, name] for m, name in thin[:limit]}
 
+    def disturbed(self) -> dict[int, list[str]]:
+        """Return the M at which the machine was slower than at others, with ATen's plain op and the kernels that may
+        serve there, those first at which it was slowest: the plain op took longer there than at a larger M, or than as
+        many rows more than at a smaller one explain. None of a device with waves of tiles, whose times do not grow
+        evenly, and none that were timed three times."""
+        plain = next((name for name, kernel in self.pool.items() if kernel.is_plain), "")
+        times = self.times.get(plain, {})
+        if self._waves or len(times) < 2:
+            return {}
+        shares = {
+            m: s
+            / min(other_s * max(1.0, _TILE * -(-m // _TILE) / other) for other, other_s in times.items() if other != m)
+            for m, s in times.items()
+        }
+        slow = [m for m in shares if shares[m] > _DISTURBED and self.timed_often.get((plain, m), 0) <= _RETIMED]
+        layouts = [self.curves(packing).without(self.out) for packing in self.layouts()]
+        return {
+            m: list(dict.fromkeys((plain, *(name for curves in layouts for name in self.names_near(curves, m)))))
+            for m in sorted(slow, key=lambda m: -shares[m])
+        }
+
+    def obstacles(self, packing: str, most: int) -> dict[int, list[str]]:
+        """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there, with
+        that op and the kernels that may serve there; none where there are more than ``most``, and none that were timed
+        ``_RETIMED`` times."""
+        curves = self.curves(packing).without(self.out)
+        if not packing or not curves.sizes:
+            return {}
+        slow = {
+            m: [name]
+            for m, name in self.serving(curves).items()
+            if curves.times[name].get(m, 0.0) + self._overhead_s
+            > (1.0 + NO_SLOWER + min(self.noise.get(m, 0.0), MAX_NOISE)) * self._plain_s(m)
+        }
+        if len(slow) > most or any(self.timed_often[name, m] >= _RETIMED for m, (name,) in slow.items()):
+            return {}
+        return self._again(curves, slow)
+
     def _suspicious(self, packing: str) -> dict[int, list[str]]:
         """Return the M to measure again because kernels of a layout looked irregular, with these kernels: where they
         were slow, and the larger M at which they were fast. Those that looked so repeatedly are left out."""
@@ -298,7 +362,8 @@ class Measurements:
 
     def _holes(self, curves: Curves, chosen: Collection[str]) -> dict[int, list[str]]:
         """Return the measured M at which a chosen kernel was not timed, and is expected to be faster than all that
-        were, with these kernels. Otherwise a slower kernel would serve them."""
+        were, with these kernels and the fastest of the others, beside which they are timed. Otherwise a slower kernel
+        would serve them."""
         weights = point_weights(curves)
         losses: dict[int, float] = {}
         wanted: dict[int, list[str]] = {}
@@ -312,7 +377,8 @@ class Measurements:
                 expected_s = intervals.estimate(curves, name, m, own[position - 1], own[position])
                 loss = weights[m] * (curves.best(m) / expected_s - 1.0)
                 if loss > 0.0:
-                    wanted.setdefault(m, []).append(name)
+                    fastest = min(curves.times, key=lambda other, m=m: curves.times[other].get(m, math.inf))
+                    wanted.setdefault(m, [fastest]).append(name)
                     losses[m] = max(loss, losses.get(m, 0.0))
         return {m: wanted[m] for m in sorted(wanted, key=lambda m: -losses[m])[:BATCH]}
 
