@@ -170,6 +170,10 @@ class Curves:
         kernels = (times for name, times in self.times.items() if name != self.plain)
         return min((times[m] for times in kernels if m in times), default=math.inf)
 
+    def fastest(self, m: int) -> str:
+        """Return the kernel of the least time at a measured M."""
+        return min(self.times, key=lambda name: self.times[name].get(m, math.inf))
+
     def best(self, m: int) -> float:
         """Return the least usable time at a measured M."""
         return self._best.get(m, math.inf)

@@ -377,8 +377,7 @@ class Measurements:
                 expected_s = intervals.estimate(curves, name, m, own[position - 1], own[position])
                 loss = weights[m] * (curves.best(m) / expected_s - 1.0)
                 if loss > 0.0:
-                    fastest = min(curves.times, key=lambda other, m=m: curves.times[other].get(m, math.inf))
-                    wanted.setdefault(m, [fastest]).append(name)
+                    wanted.setdefault(m, [curves.fastest(m)]).append(name)
                     losses[m] = max(loss, losses.get(m, 0.0))
         return {m: wanted[m] for m in sorted(wanted, key=lambda m: -losses[m])[:BATCH]}
 

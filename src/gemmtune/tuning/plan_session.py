@@ -8,7 +8,6 @@ and stored with the intervals.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -142,7 +141,7 @@ class PlanSession(WeightSession):
         wanted: dict[int, list[str]] = {}
         for m in self._coarse_sizes():
             if new := set(added).intersection(self._active(m)):
-                fastest = (min(c.times, key=lambda name: c.times[name].get(m, math.inf)) for c in layouts if c.times)
+                fastest = (curves.fastest(m) for curves in layouts if curves.times)
                 wanted[m] = list(dict.fromkeys((*self._plain(), *fastest, *sorted(new))))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         self._time_in_batches(list(wanted), lambda m: wanted[m], budget_s, self._fewer_if_slow)
