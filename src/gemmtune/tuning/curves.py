@@ -106,10 +106,10 @@ class Curves:
             return self.times[name][m]
         sizes = self._sizes_of[name]
         index = bisect_left(sizes, m)
-        if index == len(sizes) or sizes[index] > _REACH * m or not (estimate_s := self.estimate_s(name, m)):
+        if index == len(sizes) or sizes[index] > _REACH * m or not (estimate_s := self.uncorrected_s(name, m)):
             return None
         above, below = sizes[index], sizes[max(index - 1, 0)]
-        estimates = {size: self.estimate_s(name, size) or estimate_s for size in (below, above)}
+        estimates = {size: self.uncorrected_s(name, size) or estimate_s for size in (below, above)}
         ratios = {size: self.times[name][size] / seconds for size, seconds in estimates.items()}
         if not m / _REACH <= below <= m or (estimate_s == estimates[above] and estimate_s != estimates[below]):
             return estimate_s * ratios[above]
@@ -118,8 +118,8 @@ class Curves:
         share = (m - below) / (above - below)
         return float(estimate_s * ratios[below] ** (1.0 - share) * ratios[above] ** share)
 
-    def estimate_s(self, name: str, m: int) -> float | None:
-        """Return the estimate of a kernel's seconds at M, which its times correct; None without one."""
+    def uncorrected_s(self, name: str, m: int) -> float | None:
+        """Return the estimate of a kernel's seconds at M, not corrected by its times; None without one."""
         return self._plain_s(m) if name in self.like_plain else self.estimated_s(name, m)
 
     def _plain_s(self, m: int) -> float | None:

@@ -100,7 +100,7 @@ def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int) -> bo
         return seconds + curves.overhead_s <= (1.0 - MARGIN) * plain_s
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     if a in times and curves.usable(name, a) < math.inf:
-        is_same = curves.estimate_s(name, last) == curves.estimate_s(name, a)
+        is_same = curves.uncorrected_s(name, last) == curves.uncorrected_s(name, a)
         plain = curves.times.get(curves.plain, {})
         least_s = min(plain.get(a, math.inf), plain.get(b, math.inf))
         if is_same and (-(-last // rows) <= -(-a // rows) or times[a] + curves.overhead_s <= (1.0 - _BESIDE) * least_s):

@@ -327,7 +327,8 @@ class Measurements:
         slow = {
             m: [name]
             for m, name in self.serving(curves).items()
-            if curves.times[name].get(m, 0.0) + self._overhead_s
+            if m in curves.times[name]
+            and curves.times[name][m] + self._overhead_s
             > (1.0 + NO_SLOWER + min(self.noise.get(m, 0.0), MAX_NOISE)) * self._plain_s(m)
         }
         if len(slow) > most or any(self.timed_often[name, m] >= _RETIMED for m, (name,) in slow.items()):
@@ -356,7 +357,8 @@ class Measurements:
         return {
             m: [name]
             for m, name in points.items()
-            if self.times[name].get(m, 0.0) + self._overhead_s > self._plain_s(m)
+            if m in self.times[name]
+            and self.times[name][m] + self._overhead_s > self._plain_s(m)
             and self.timed_often[name, m] < _RETIMED
         }
 

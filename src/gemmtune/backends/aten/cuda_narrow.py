@@ -168,7 +168,8 @@ class UpcastRounded(Upcast):
 
 
 class UpcastConverted(UpcastRounded):
-    """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's."""
+    """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's: in 0.78 of its time
+    for 2048x4096x4096 (H200, every-m-20261129-063427.json)."""
 
     template = "upcast_converted"
     is_fallback = False
