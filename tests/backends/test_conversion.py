@@ -44,6 +44,18 @@ def integers(k: int = 6, n: int = 4) -> torch.Tensor:
     return torch.arange(k * n, dtype=torch.int8).reshape(k, n)
 
 
+def load(candidate: Candidate, problem: Problem) -> Kernel:
+    return AtenBackend().load(Artifact(candidate, ""), problem)
+
+
+def reasons(problem: Problem) -> str:
+    """Return why the candidate is illegal on an H200, or empty."""
+    for candidate in AtenBackend().candidates(problem, H200):
+        if getattr(candidate, "candidate", candidate) == CONVERTED:
+            return str(getattr(candidate, "reason", ""))
+    raise AssertionError("not listed")
+
+
 @pytest.mark.parametrize("turned", [False, True])
 def test_dense_weights_are_converted_in_either_order(launches: list[tuple[int, ...]], turned: bool) -> None:
     source = integers().t() if turned else integers()
@@ -93,18 +105,6 @@ def test_it_is_a_candidate_beside_pytorchs_op_where_triton_runs(monkeypatch: pyt
     monkeypatch.setattr(compiler, "why_unusable", lambda version: "no Triton")
     assert reasons(problem) == "no Triton"
     assert not is_fallback("upcast_converted", problem)
-
-
-def load(candidate: Candidate, problem: Problem) -> Kernel:
-    return AtenBackend().load(Artifact(candidate, ""), problem)
-
-
-def reasons(problem: Problem) -> str:
-    """Return why the candidate is illegal on an H200, or empty."""
-    for candidate in AtenBackend().candidates(problem, H200):
-        if getattr(candidate, "candidate", candidate) == CONVERTED:
-            return str(getattr(candidate, "reason", ""))
-    raise AssertionError("not listed")
 
 
 def test_its_product_is_the_plain_ops() -> None:

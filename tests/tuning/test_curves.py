@@ -69,7 +69,7 @@ def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end()
 def test_kernel_with_the_plain_ops_product_takes_a_share_of_its_time_that_changes_steadily() -> None:
     times = {PLAIN: {100: 5.0, 170: 5.0}, "like": {100: 4.0, 170: 4.5}, "other": {100: 4.0, 170: 4.5}}
     scan = {100: 5.0, 120: 6.0, 140: 4.0, 170: 5.0}
-    curves = Curves(1, 512, times, PLAIN, scan=scan, like_plain={"like"})
+    curves = Curves(1, 512, times, PLAIN, scan=scan, with_plain_product={"like"})
     assert curves.expected("like", 120) == pytest.approx(6.0 * 0.8 ** (5 / 7) * 0.9 ** (2 / 7))
     assert curves.expected("like", 135) == pytest.approx(4.5 * 0.8**0.5 * 0.9**0.5)  # between two M of the scan
     assert curves.expected("other", 120) is None

@@ -216,27 +216,29 @@ def test_m_at_which_the_machine_was_slower_than_at_others_are_timed_again() -> N
     plain = {1: 1.0, 16: 1.2, 64: 4.0, 128: 2.2, 256: 4.4, 512: 12.0}
     found = measured((PLAIN, plain), (packed("a"), {m: 0.9 * us for m, us in plain.items()}))
     names = {PLAIN.id, packed("a").id}
-    assert {m: set(kernels) for m, kernels in found.disturbed().items()} == {64: names, 512: names}
-    assert list(found.disturbed()) == [64, 512]
+    assert {m: set(kernels) for m, kernels in found.sizes_timed_too_slow().items()} == {64: names, 512: names}
+    assert list(found.sizes_timed_too_slow()) == [64, 512]
     for _ in range(2):
         record(found, 64, mm=4.0, a=3.6)
-    assert list(found.disturbed()) == [512]  # at M = 64 it was always so slow
+    assert list(found.sizes_timed_too_slow()) == [512]  # at M = 64 it was always so slow
     record(found, 512, mm=8.8, a=8.0)
-    assert found.disturbed() == {}
+    assert found.sizes_timed_too_slow() == {}
 
 
 def test_steps_of_tiles_are_no_disturbance() -> None:
-    assert measured((PLAIN, {16: 1.0, 17: 2.0, 32: 2.0, 33: 3.9})).disturbed() == {}
+    assert measured((PLAIN, {16: 1.0, 17: 2.0, 32: 2.0, 33: 3.9})).sizes_timed_too_slow() == {}
 
 
 def test_m_that_alone_keep_a_layout_from_serving_are_timed_again() -> None:
     plain = dict.fromkeys((1, 64, 256, 512), 2.0)
     times = {1: 1.0, 64: 1.5, 256: 1.9, 512: 2.1}
     found = measured((PLAIN, plain), (packed("a"), times))
-    assert {m: set(names) for m, names in found.obstacles("p:a", 1).items()} == {512: {PLAIN.id, packed("a").id}}
-    assert found.obstacles("", 1) == {}
-    assert found.obstacles("p:a", 0) == {}  # too many
+    assert {m: set(names) for m, names in found.sizes_that_exclude("p:a", 1).items()} == {
+        512: {PLAIN.id, packed("a").id}
+    }
+    assert found.sizes_that_exclude("", 1) == {}
+    assert found.sizes_that_exclude("p:a", 0) == {}  # too many
     record(found, 512, mm=2.0, a=2.1)
-    assert found.obstacles("p:a", 1) == {}
+    assert found.sizes_that_exclude("p:a", 1) == {}
     almost = measured((PLAIN, plain), (packed("a"), {**times, 512: 2.03}))
-    assert almost.obstacles("p:a", 1) == {}
+    assert almost.sizes_that_exclude("p:a", 1) == {}

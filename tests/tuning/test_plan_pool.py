@@ -73,8 +73,8 @@ def test_kernel_with_the_plain_ops_product_is_timed_where_it_is_faster_than_that
     assert (like.candidate.id in pool) == (is_in and share < 1.5 * fastest)
     assert set(pool) >= {PLAIN.id, *(kernel.candidate.id for kernel in others)}
     if like.candidate.id in pool:
-        assert pool[like.candidate.id].is_like_plain
-    assert not pool[PLAIN.id].is_like_plain
+        assert pool[like.candidate.id].has_plain_product
+    assert not pool[PLAIN.id].has_plain_product
 
 
 def test_kernels_fast_at_most_m_come_first() -> None:

@@ -264,9 +264,9 @@ def test_time_of_a_decision_is_passed_on(clock: FakeTime, store: MemoryStore, mo
 
     monkeypatch.setattr(plan_tuner, "time", clock)
     tuner = LateStart(clock)
-    plan_tuner_ = PlanTuner(tuner, current_target(), store)  # type: ignore[arg-type]
-    monkeypatch.setattr(plan_tuner_, "_profile", plan_tuner_._profile._replace(max_predicted=1))
-    plan_tuner_.tune([(PROBLEM, 1)], "all")
+    planner = PlanTuner(tuner, current_target(), store)  # type: ignore[arg-type]
+    monkeypatch.setattr(planner, "_profile", planner._profile._replace(max_predicted=1))
+    planner.tune([(PROBLEM, 1)], "all")
     assert tuner.shares == [1.0, 0.7, 0.7, 0.7]
 
 

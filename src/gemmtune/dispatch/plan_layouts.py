@@ -51,7 +51,13 @@ def mean_shares(tuned: TunedPlan, faulty: Collection[str] = (), *, raw_kernels: 
 
 def limit(tuned: TunedPlan, m: int) -> float:
     """Return the largest share of plain PyTorch's time that a packed layout may take at a measured M."""
-    return 1.0 + NO_SLOWER + min(tuned.noise.get(m, 0.0), MAX_NOISE)
+    return largest_share(tuned.noise.get(m, 0.0))
+
+
+def largest_share(noise: float) -> float:
+    """Return the largest share of plain PyTorch's time that a packed layout may take at an M. noise: of the times
+    there, relative."""
+    return 1.0 + NO_SLOWER + min(noise, MAX_NOISE)
 
 
 def plain_times(tuned: TunedPlan) -> dict[int, float]:

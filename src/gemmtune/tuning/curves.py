@@ -44,8 +44,8 @@ class Curves:
     waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
     estimated_s: returns a backend's estimate of a kernel's seconds at an M; None where it has none.
     scan: seconds of ATen's plain op by M, at more M than those in ``times`` (``plain_scan``).
-    like_plain: ids of kernels that run the plain op's product, and differ from it by what takes as long for any M: what
-    it takes at M is the estimate.
+    with_plain_product: ids of kernels that run the plain op's product, and differ from it by work that takes as long
+    for any M: the plain op's seconds at M are their estimate.
     """
 
     first: int
@@ -59,7 +59,7 @@ class Curves:
     waves: bool = False
     estimated_s: Callable[[str, int], float | None] = no_estimate
     scan: Mapping[int, float] = field(default_factory=dict)
-    like_plain: Collection[str] = ()
+    with_plain_product: Collection[str] = ()
 
     @cached_property
     def sizes(self) -> list[int]:
@@ -120,7 +120,7 @@ class Curves:
 
     def uncorrected_s(self, name: str, m: int) -> float | None:
         """Return the estimate of a kernel's seconds at M, not corrected by its times; None without one."""
-        return self._plain_s(m) if name in self.like_plain else self.estimated_s(name, m)
+        return self._plain_s(m) if name in self.with_plain_product else self.estimated_s(name, m)
 
     def _plain_s(self, m: int) -> float | None:
         """Return the seconds of ATen's plain op at M, interpolated between two M at which it was timed or scanned. None

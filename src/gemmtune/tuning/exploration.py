@@ -49,10 +49,10 @@ BUILT_AHEAD = 12  # of each template
 BUILT_AHEAD_OVERLAPPING = 6
 # On a GPU, an attempt of one of ATen's candidates that takes SETTING_UP_S longer than its calls has set up something
 # for the whole process: a library has loaded kernels, or Triton has compiled the one beside a product. So has a first
-# call of FIRST_CALL_S, which is measured as if it were slow. As builds, that takes none of the default budget, up to so
-# many seconds of a Problem. The first Problem with a residual had time for 9 candidates, others for 34 to 54
-# (compile-timeline-h200-20261128.txt); the first fp8 one on a machine for 6, since the first product in float32 took
-# 1.7 s, others for 12 to 36 (every-m-20261128-142834, -151448).
+# call of FIRST_CALL_S (one of over 2 s is measured as if it were slow). As builds, that takes none of the default
+# budget, up to so many seconds of a Problem. The first Problem with a residual had time for 9 candidates, others for 34
+# to 54 (compile-timeline-h200-20261128.txt); the first fp8 one on a machine for 6, since the first product in float32
+# took 1.7 s, others for 12 to 36 (every-m-20261128-142834, -151448).
 SETTING_UP_S, FIRST_CALL_S, MOST_SETTING_UP_S = 0.1, 0.4, 2.0
 # Candidates tried, before the search's own, in each layout that the weight has kernels in at other M.
 TRIED_PER_LAYOUT = 2

@@ -11,7 +11,7 @@ from statistics import median
 
 from ..core.plan_times import least_times, surcharge_at
 from ..core.tuned_plan import PlanInterval
-from ..dispatch.plan_layouts import MAX_NOISE, NO_SLOWER
+from ..dispatch.plan_layouts import NO_SLOWER, largest_share
 from . import gaps, intervals, kernel_choice, plain_scan
 from .curves import CLOSE, Curves, irregular, point_weights
 from .plan_pool import PoolKernel
@@ -32,7 +32,7 @@ _SLOWER = 1.1  # times of a request in which the machine was slower by this fact
 # Where ATen's plain op took this multiple of what its times at other M allow, the machine was slower. One thread of an
 # Intel Xeon took 16 ms or 36 for the same product, each for ten seconds or more, without other work in its virtual
 # machine (bfloat16 375x4096x4096, a script that was not kept).
-_DISTURBED = 1.25
+_TOO_SLOW = 1.25
 _TILE = 32  # rows that a CPU's kernels may compute for one: a tile of AMX's, twice
 _RETIMED = 2  # an M at which a kernel looks irregular is measured so often before the kernel is left out
 
@@ -204,7 +204,7 @@ class Measurements:
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves, self._estimate, self.scan, {name for name in names if self.pool[name].is_like_plain},
+            self._waves, self._estimate, self.scan, {name for name in names if self.pool[name].has_plain_product},
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
@@ -296,11 +296,13 @@ class Measurements:
         thin = gaps.thin_margins(curves, intervals.intervals(curves, self.serving(curves)))
         return {m: [curves.plain, name] for m, name in thin[:limit]}
 
-    def disturbed(self) -> dict[int, list[str]]:
-        """Return the M at which the machine was slower than at others, with ATen's plain op and the kernels that may
-        serve there, those first at which it was slowest: the plain op took longer there than at a larger M, or than as
-        many rows more than at a smaller one explain. None of a device with waves of tiles, whose times do not grow
-        evenly, and none that were timed three times."""
+    def sizes_timed_too_slow(self) -> dict[int, list[str]]:
+        """Return the M at which the machine was slower than at others, by the times of ATen's plain op: it took longer
+        than at a larger M, or than the rows beyond a smaller one explain. Each has the kernels to time again, the plain
+        op among them. The M at which the machine was slowest comes first.
+
+        None for devices with waves of tiles, whose times do not grow evenly, and no M that was timed three times.
+        """
         plain = next((name for name, kernel in self.pool.items() if kernel.is_plain), "")
         times = self.times.get(plain, {})
         if self._waves or len(times) < 2:
@@ -310,17 +312,17 @@ class Measurements:
             / min(other_s * max(1.0, _TILE * -(-m // _TILE) / other) for other, other_s in times.items() if other != m)
             for m, s in times.items()
         }
-        slow = [m for m in shares if shares[m] > _DISTURBED and self.timed_often.get((plain, m), 0) <= _RETIMED]
-        layouts = [self.curves(packing).without(self.out) for packing in self.layouts()]
+        slow = [m for m in shares if shares[m] > _TOO_SLOW and self.timed_often.get((plain, m), 0) <= _RETIMED]
+        layouts = [self.curves(packing).without(self.out) for packing in self.layouts()] if slow else []
         return {
             m: list(dict.fromkeys((plain, *(name for curves in layouts for name in self.names_near(curves, m)))))
             for m in sorted(slow, key=lambda m: -shares[m])
         }
 
-    def obstacles(self, packing: str, most: int) -> dict[int, list[str]]:
-        """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there, with
-        that op and the kernels that may serve there; none where there are more than ``most``, and none that were timed
-        ``_RETIMED`` times."""
+    def sizes_that_exclude(self, packing: str, most: int) -> dict[int, list[str]]:
+        """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there. Each
+        has the kernels to time again, the plain op among them. Empty where there are more than ``most`` such M, and
+        where one of them was timed ``_RETIMED`` times."""
         curves = self.curves(packing).without(self.out)
         if not packing or not curves.sizes:
             return {}
@@ -328,8 +330,7 @@ class Measurements:
             m: [name]
             for m, name in self.serving(curves).items()
             if m in curves.times[name]
-            and curves.times[name][m] + self._overhead_s
-            > (1.0 + NO_SLOWER + min(self.noise.get(m, 0.0), MAX_NOISE)) * self._plain_s(m)
+            and curves.times[name][m] + self._overhead_s > largest_share(self.noise.get(m, 0.0)) * self._plain_s(m)
         }
         if len(slow) > most or any(self.timed_often[name, m] >= _RETIMED for m, (name,) in slow.items()):
             return {}

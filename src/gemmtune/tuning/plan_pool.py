@@ -19,7 +19,7 @@ LAYOUT_WITHIN = 1.25  # a packed layout is, if its least time at one M is within
 MAX_PER_DECISION = 3  # of one layout
 # A kernel with the plain op's product is timed at other M if it was faster than the plain op, and took at most this
 # multiple of the least time: the others need another round of tiles where the plain op's product does not.
-_LIKE_PLAIN_WITHIN = 1.5
+_PLAIN_PRODUCT_WITHIN = 1.5
 # Kernels for more rows that no Decision tested among other work are served as they are timed, without overlap: it saves
 # a microsecond or two of a call, and blocks that start at different times may read the operands from memory again.
 _OVERLAP_ROWS = 512
@@ -31,8 +31,8 @@ RowsOf = Callable[[Decision, str, Collection[str]], list[Evidence]]
 class PoolKernel:
     """A candidate with the M that it is loaded for, and its layout.
 
-    is_plain: whether it is ATen's plain op, which may serve any M. is_like_plain: whether it runs the same product, so
-    that its time follows the plain op's. tile_rows: the rows of its output tile; 1 where they
+    is_plain: whether it is ATen's plain op, which may serve any M. has_plain_product: whether it runs the same
+    product, so that its time follows the plain op's. tile_rows: the rows of its output tile; 1 where they
     are not known. fast_at: the M of the Decisions in which it was fast. predicted_for: M without a Decision at which
     its backend expects it to be fast.
     """
@@ -42,7 +42,7 @@ class PoolKernel:
     packing: str | None
     overlap: bool = True
     is_plain: bool = False
-    is_like_plain: bool = False
+    has_plain_product: bool = False
     tile_rows: int = 1
     fast_at: set[int] = field(default_factory=set)
     predicted_for: set[int] = field(default_factory=set)
@@ -53,8 +53,10 @@ class PoolKernel:
     ) -> PoolKernel:
         """Return the kernel of a candidate, with the rows of its tile; over the batch there are none to count."""
         rows = tile_rows(candidate) if dim == "m" else 1
-        is_like_plain = not is_plain and packing is None and has_plain_product(candidate)
-        return cls(candidate, tuned_m, packing, is_plain=is_plain, is_like_plain=is_like_plain, tile_rows=rows)
+        return cls(
+            candidate, tuned_m, packing, is_plain=is_plain,
+            has_plain_product=packing is None and has_plain_product(candidate), tile_rows=rows,
+        )  # fmt: skip
 
     @property
     def id(self) -> str:
@@ -169,14 +171,14 @@ def _fast_rows(decision: Decision, plain: str, without: Collection[str]) -> list
     layout."""
     timed = sorted((row for row in timed_rows(decision.evidence) if row.id not in without), key=_seconds)
     plain_s = next((_seconds(row) for row in timed if row.id == plain), 0.0)
-    limit_s = min(plain_s, _LIKE_PLAIN_WITHIN * _seconds(timed[0])) if timed else 0.0
+    limit_s = min(plain_s, _PLAIN_PRODUCT_WITHIN * _seconds(timed[0])) if timed else 0.0
     chosen: list[Evidence] = []
     least: dict[str | None, float] = {}
     count: dict[str | None, int] = {}
     for row in timed:
         layout_s = least.setdefault(row.packing, _seconds(row))
-        is_like_plain = row.packing is None and has_plain_product(Candidate.from_dict(row.candidate))
-        if row.id == plain or (is_like_plain and _seconds(row) < limit_s):
+        same_product = row.packing is None and has_plain_product(Candidate.from_dict(row.candidate))
+        if row.id == plain or (same_product and _seconds(row) < limit_s):
             chosen.append(row)
         elif (
             (row.packing is None or layout_s <= LAYOUT_WITHIN * _seconds(timed[0]))

@@ -39,8 +39,9 @@ _MOST_LOAD = 0.25  # kernels are not timed under load if it takes more than this
 _AGAIN_SHARE = 0.5  # of the time, for kernels that are added because another failed
 # How often M with thin margins are timed, how many of them at most, and the calls of a kernel at each.
 _MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS = 2, 32, 20
-_MOST_OBSTACLES, _OBSTACLE_S = 3, 2.0  # M that are timed again beyond the time for other M, and the seconds for each
-_DISTURBED_S = 3.0  # for M at which the machine was slow, before and after those that are worth a measurement
+# Seconds for M at which the machine was slower than at others, before and after M that are worth a measurement.
+_SLOW_SIZES_S = 3.0
+_MOST_EXCLUDING, _EXCLUDING_S = 3, 2.0  # M that exclude a layout and are timed again, and the seconds for each
 _SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -76,11 +77,11 @@ class PlanSession(WeightSession):
             self._scan_plain(seconds)
             self._time_late()
             self._time_under_load(seconds)
-            self._time_disturbed()
+            self._time_slow_sizes()
             stopped = self._refine()
-            self._time_disturbed()
+            self._time_slow_sizes()
             self._time_thin_margins()
-            self._time_obstacles()
+            self._time_excluding_sizes()
             chosen = self._verified_choice()
             if not self._extend_pool():
                 break
@@ -269,27 +270,29 @@ class PlanSession(WeightSession):
                 once_s = sum(self._measurements.expected_s(name, m) for m, names in batch.items() for name in names)
                 self._time(batch, _MARGIN_CALLS * once_s)
 
-    def _time_disturbed(self) -> None:
-        """Time again the M at which the machine was slower than at others (``Measurements.disturbed``), in
-        ``_DISTURBED_S``, whatever time is left: another kernel may be the fastest while it is not."""
-        end = time.perf_counter() + _DISTURBED_S
-        for m, all_names in self._measurements.disturbed().items():
+    def _time_slow_sizes(self) -> None:
+        """Time again the M at which the machine was slower than at others, in ``_SLOW_SIZES_S``, whatever time is left:
+        another kernel may be the fastest while it is not."""
+        end = time.perf_counter() + _SLOW_SIZES_S
+        for m, names in self._measurements.sizes_timed_too_slow().items():
             left_s = end - time.perf_counter()
             if left_s <= 0.0:
                 break
-            names = self._fewer_if_slow(m, all_names, left_s) or all_names
-            once_s = sum(self._measurements.expected_s(name, m) for name in names)
-            self._time({m: names}, min(_MARGIN_CALLS * once_s, left_s))
+            self._time_again(m, names, left_s)
 
-    def _time_obstacles(self) -> None:
-        """Time again the few M at which a packed layout looked slower than ATen's plain op, beside that. Not limited by
-        the time for other M: one of them keeps the layout from serving all M (bfloat16 4096x4096 on an EPYC looked 3%
-        to 4% slower at M = 512, and was served by ATen's op in one run of two; every-m-20261129-020426, -025919)."""
+    def _time_excluding_sizes(self) -> None:
+        """Time again the few M that exclude a packed layout (``Measurements.sizes_that_exclude``). Not limited by the
+        time for other M: one of them keeps the layout from serving all M (bfloat16 4096x4096 on an EPYC looked 3% to 4%
+        slower at M = 512, and was served by ATen's op in one run of two; every-m-20261129-020426, -025919)."""
         for packing in self._measurements.layouts():
-            for m, all_names in self._measurements.obstacles(packing, _MOST_OBSTACLES).items():
-                names = self._fewer_if_slow(m, all_names, _OBSTACLE_S) or all_names
-                once_s = sum(self._measurements.expected_s(name, m) for name in names)
-                self._time({m: names}, min(_MARGIN_CALLS * once_s, _OBSTACLE_S))
+            for m, names in self._measurements.sizes_that_exclude(packing, _MOST_EXCLUDING).items():
+                self._time_again(m, names, _EXCLUDING_S)
+
+    def _time_again(self, m: int, names: Sequence[str], seconds: float) -> None:
+        """Time kernels at one M again in about ``seconds`` at most, fewer of them where calls are slow."""
+        names = self._fewer_if_slow(m, names, seconds) or names
+        once_s = sum(self._measurements.expected_s(name, m) for name in names)
+        self._time({m: names}, min(_MARGIN_CALLS * once_s, seconds))
 
     def _affordable(self, wanted: Mapping[int, list[str]], seconds: float) -> dict[int, list[str]]:
         """Return the first of the wanted M that can be timed in some seconds, with their kernels."""
