@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from gemmtune.backends.cuda import CudaBackend, compiler, space
 from gemmtune.backends.cuda.block import mixed_raised_registers, slab_raised_registers
-from gemmtune.backends.cuda.fitted import Copy, FittedTiles, multiprocessors_for
+from gemmtune.backends.cuda.fitted import Copy, FittedTiles, clusters_at_once
 from gemmtune.backends.cuda.source import generate
 from gemmtune.backends.gpu.artifact import decode_kernels
 from gemmtune.backends.gpu.rules import device_limits
@@ -99,11 +99,7 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
 
     def rounds(copy: Copy) -> int:
         rows, columns = (copy.size, bn) if template == "mixed" else (bm, copy.size * blocks)
-        if template == "slab":
-            clusters = max(1, multiprocessors // blocks)
-        else:
-            slots = multiprocessors // (1 << (copy.split - 1).bit_length())
-            clusters = max(1, min(multiprocessors_for(copy.split, multiprocessors) // copy.split, slots))
+        clusters = clusters_at_once(copy.split if template == "mixed" else blocks, multiprocessors)
         return math.ceil(math.ceil(m / rows) * math.ceil(n / columns) / clusters)
 
     def smallest(split: int) -> Copy:
@@ -167,7 +163,7 @@ def test_a_template_without_fitted_tiles_has_none() -> None:
 def test_the_copies_of_kernels_whose_tiles_are_fitted_are_legal(name: str) -> None:
     problem, backend, device = FITTED_PROBLEMS[name].with_m(300), CudaBackend(), device_limits(H200)
     for candidate in backend.plan_candidates(problem, H200):
-        axis, fitted = ("bm", 3) if candidate.template == "mixed" else ("bn", 1)
+        axis, fitted = ("bm", 4) if candidate.template == "mixed" else ("bn", 1)
         copies = space.copies(problem, candidate.template, dict(candidate.config), device)
         tiles = FittedTiles(candidate.template, dict(candidate.config), problem.n, problem.k, device.multiprocessors)
         assert [(copy["split"], copy[axis]) for copy in copies] == list(tiles.copies)

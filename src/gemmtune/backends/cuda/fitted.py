@@ -17,13 +17,12 @@ from .source import MIXED, SLAB
 # The size that is fitted: ``mixed`` reads A's rows along wgmma's second dimension, ``slab`` B's columns.
 _AXES = {MIXED: "bm", SLAB: "bn"}
 _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
-# The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 and 2 from versions with other
+# The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 to 3 from versions with other
 # copies, with which those kernels were verified.
-SIZE, SIZE_AND_SPLIT = 1, 3
+SIZE, SIZE_AND_SPLIT = 1, 4
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
 # Where so many blocks share K, reading the weight takes most of the time. They do so in one round only: in a version
-# with three blocks 4096x4096 took 82 us at M = 645 in more rounds, with two 44 (int4 weights, H100). Clusters of three
-# took 64 us for 40 tiles (int8 weights 8192x1024), as if each needed the multiprocessors of four.
+# with three blocks 4096x4096 took 82 us at M = 645 in more rounds, with two 44 (int4 weights, H100).
 _MANY_BLOCKS, _STEP_OF_MANY = 3, 32
 # The sizes of ``mixed`` that are multiples of 8 only: blocks that do not share K, whose rows are fewer than this and
 # more than half of the largest size. 16 rows are over 8% of them.
@@ -43,9 +42,9 @@ _SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; la
 # counted as an eighth of a round, whatever the tile and K, they lose 3.5% and 63%: with K = 11008 three rounds of two
 # blocks take 0.7 to 1.0 of the time of two rounds of one, with K = 3072 mostly 1.1 to 1.4.
 _BESIDE_ROWS, _EXCHANGE_ROWS = 110.0, 45.0
-# Share of the multiprocessors that is lost for each block beyond two of a cluster, whose blocks must run on one part
-# of the GPU.
-_CLUSTER_LOSS = 0.04
+# How many clusters run at a time, by their blocks: one block on each of the 132 multiprocessors of an H200, and two
+# (cudaOccupancyMaxActiveClusters). The blocks of a cluster run on one part of the GPU.
+_CLUSTERS_OF_132 = {3: (39, 79), 4: (30, 62), 5: (22, 47), 6: (17, 39), 7: (15, 32), 8: (15, 30)}
 MAX_STAGES = 24  # of a kernel, fitted or not
 
 
@@ -139,9 +138,7 @@ class FittedTiles:
 
     def _clusters(self, split: int) -> int:
         """Return about how many clusters run at a time."""
-        together = multiprocessors_for(split, self._multiprocessors) // split
-        slots = self._multiprocessors // (1 << (split - 1).bit_length())
-        return max(1, min(together, slots) // self._cluster)
+        return clusters_at_once(split * self._cluster, self._multiprocessors)
 
     def _rounds(self, m: int, split: int, size: int) -> int:
         if self._template == MIXED:
@@ -162,9 +159,11 @@ def fitted_tiles(template: str, config: dict[str, Any], problem: Problem, multip
     return _tiles(template, *sizes, problem.n, problem.k, multiprocessors)
 
 
-def multiprocessors_for(split: int, multiprocessors: int) -> int:
-    """Return about how many multiprocessors run a block each where clusters have ``split`` blocks that share K."""
-    return int(multiprocessors * (1.0 - _CLUSTER_LOSS * max(0, split - 2)))
+def clusters_at_once(blocks: int, multiprocessors: int, resident: int = 1) -> int:
+    """Return about how many clusters of up to 8 blocks run at a time. resident: how many blocks fit on a
+    multiprocessor."""
+    alone, beside = _CLUSTERS_OF_132.get(blocks, (132 / blocks, 264 / blocks))
+    return max(1, int(multiprocessors / 132 * (alone if resident == 1 else beside * resident / 2) + 1e-9))
 
 
 def copy_config(problem: Problem, template: str, config: dict[str, Any], copy: Copy, shared: int) -> dict[str, Any]:

@@ -56,10 +56,10 @@ from .fitted import (
     SIZE_AND_SPLIT,
     SPLITS,
     Copy,
+    clusters_at_once,
     copy_config,
     fitted_tiles,
     is_fitted,
-    multiprocessors_for,
 )
 from .source import MIXED, SKINNY, SLAB, elements_per_load
 
@@ -97,18 +97,52 @@ _STEP_S = 3.9e-8  # the barriers of a stage
 _EXPOSED_SHARE = 0.2  # share of the second longest of the concurrent activities that adds to the time
 _CLUSTER_SYNC_S = 6.4e-6  # the blocks of a cluster exchange sums one after the other
 _BETWEEN_BLOCKS = 4.5e10  # bytes per second that a block reads from another block's shared memory
-_CONVERT_S = 2e-7  # conversion of 64 columns of a step of ``mixed``
-# Of ``mixed``, fitted to times of int8 and int4 weights on an H100: the products of a multiprocessor, loads from the L2
-# cache, bytes of stages as in ``_SLAB_FLIGHT``, and bytes per second that the blocks of a cluster exchange.
-_MIXED_FLOPS, _MIXED_L2, _MIXED_FLIGHT, _MIXED_BETWEEN = 1.9e13, 1.6e13, 1.1e4, 1e10
-_COLUMN_S = 6.3e-8  # the output of a column of 64 rows
+
+
+# Registers by which ``mixed_registers`` exceeds what NVRTC uses for tiles of up to 64 rows.
+_UNUSED = {"int4": 10, "int8": 6}
+
+
+class _MixedCosts(NamedTuple):
+    """The costs of ``mixed``: fitted to 18,000 times of int8 and int4 weights on H100s and H200s, those of plans and
+    of Decisions at M = 17 to 8192 (every-m files up to 20261129-093329), by the logarithms of their ratios at one M.
+
+    The candidate with the least estimate took 1.014 of the least measured time in the mean at M = 65 to 128, and 1.04
+    at M = 17 to 64; with the costs before, 1.08 and 1.09. Where a weight was left out of the fit, its candidates were
+    ordered as well (a script that was not kept).
+
+    bandwidth, l2: bytes per second, from memory and from the L2 cache. flops: per second, of a multiprocessor.
+    flight, stages_flight: bytes in flight with which a multiprocessor reaches half of the bandwidth, and half of the
+    rate of loads and products. between: bytes per second that the blocks of a cluster exchange. convert_s: conversion
+    of 64 columns of a step; convert_alone: times that where one group of warps is alone on a multiprocessor. start_s,
+    round_s: of a call, and of a round of blocks. column_s: the output of a column of 64 rows. exposed: as
+    ``_EXPOSED_SHARE``. output_beside: share of an output's time that is not hidden by other blocks of the round.
+    """
+
+    bandwidth: float = 4.8e12
+    l2: float = 1.7e13
+    flops: float = 1.67e13
+    flight: float = 1.43e4
+    stages_flight: float = 7e3
+    between: float = 1e10
+    convert_s: float = 1.6e-7
+    convert_alone: float = 1.75
+    start_s: float = 2.7e-6
+    round_s: float = 1.6e-6
+    column_s: float = 2.2e-8
+    exposed: float = 0.27
+    output_beside: float = 0.26
+
+
+_MIXED_COSTS = _MixedCosts()
 
 
 class _SlabCosts(NamedTuple):
     """What depends on how many tiles a block of ``slab`` computes one after the other.
 
     barriers_s: of a stage, times the square of the cluster's blocks less 1. drain_s: fp8: nothing is multiplied between
-    a product's end and the next one's start. exposed_share, column_s: as ``_EXPOSED_SHARE`` and ``_COLUMN_S``.
+    a product's end and the next one's start. exposed_share: as ``_EXPOSED_SHARE``. column_s: the output of a column of
+    64 rows.
     """
 
     barriers_s: float
@@ -428,8 +462,8 @@ def _slab_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any]
     bm, bn, cluster, split = config["bm"], config["bn"], config["cluster"], config["split"]
     size = bits(problem.a.dtype) / 8
     groups = -(-problem.m // bm) * -(-problem.n // (bn * cluster))
-    clusters = multiprocessors_for(split, device.multiprocessors) // (cluster * split)
-    rounds = -(-groups // max(1, clusters)) / split
+    clusters = clusters_at_once(cluster * split, device.multiprocessors)
+    rounds = -(-groups // clusters) / split
     stage = CHUNK_BYTES * config["chunks"]
     steps = rounds * -(-problem.k * size // stage)
     transfer = steps * stage * (bn + min(bm, problem.m) / cluster) * device.multiprocessors / _L2_BANDWIDTH
@@ -545,20 +579,22 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     """Return the estimated time of one call, in seconds: the reads of B, the loads of A, the conversions and the
     products of the busiest multiprocessor, and the rounds of blocks. The estimate only orders candidates."""
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
-    blocks, groups, stage = _tiles(problem, config) * split, bn // 64, mixed_stage(problem, config)
-    registers = 32 * mixed_warps(problem, config) * mixed_registers(problem, config)
+    costs, groups, stage = _MIXED_COSTS, bn // 64, mixed_stage(problem, config)
+    registers = 32 * mixed_warps(problem, config) * (mixed_registers(problem, config) - _UNUSED[problem.b.dtype])
     resident_limit = (device.shared + RESERVED_SHARED) // (mixed_shared(problem, config) + RESERVED_SHARED)
     resident = max(1, min(resident_limit, REGISTERS // registers))
-    busiest = -(-blocks // multiprocessors_for(split, device.multiprocessors))
-    steps = busiest * -(-problem.k // MIXED_STEP) / split
+    at_once = clusters_at_once(split, device.multiprocessors, resident)  # tiles
+    tiles = _tiles(problem, config)
+    rounds, busiest = -(-tiles // at_once), -(-tiles * resident // at_once)
+    steps, beside = busiest * -(-problem.k // MIXED_STEP) / split, min(resident, busiest)
     weights = stage - 2 * CHUNK_BYTES * bm
-    at_once = min(resident, busiest)
-    memory = steps * weights * device.multiprocessors / _BANDWIDTH
-    memory *= 1.0 + _FLIGHT / (at_once * stages * weights)
-    fetched = steps * stage * device.multiprocessors / _MIXED_L2
-    products_s = 4.0 * MIXED_STEP * 64 * bm / _MIXED_FLOPS
-    compute = steps * groups * max(_CONVERT_S * (1.5 if at_once * groups == 1 else 1.0), products_s)
-    latency_factor = 1 + _MIXED_FLIGHT / (at_once * (stages - 1) * stage)
+    memory = steps * weights * device.multiprocessors / costs.bandwidth
+    memory *= 1.0 + costs.flight / (beside * stages * weights)
+    fetched = steps * stage * device.multiprocessors / costs.l2
+    products_s = 4.0 * MIXED_STEP * 64 * bm / costs.flops
+    compute = steps * groups * max(costs.convert_s * (costs.convert_alone if beside * groups == 1 else 1.0), products_s)
+    latency_factor = 1 + costs.stages_flight / (beside * (stages - 1) * stage)
     faster, slower = sorted((memory, fetched * latency_factor, compute * latency_factor))[1:]
-    output = _COLUMN_S * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / _MIXED_BETWEEN
-    return float(slower + _EXPOSED_SHARE * faster + _START_S + _WAVE_S * -(-busiest // resident) + output * busiest)
+    output = costs.column_s * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / costs.between
+    outputs = output * (rounds + costs.output_beside * (busiest - rounds))
+    return float(slower + costs.exposed * faster + costs.start_s + costs.round_s * rounds + outputs)
