@@ -481,6 +481,7 @@ void Gemm::set_prefetch(const RowBlock& block, int tile, int64_t panel, int64_t 
   const char* next = block.call.packed + next_panel * panel_bytes_ + next_k / k_per_row * row_bytes_;
   t.prefetch = next + size * tile / block.tiles.count;
   t.prefetch_stride = ceil_div(size, rows * block.tiles.count);
+  t.prefetch_whole = true;
 }
 
 void Gemm::finish_tile(const RowBlock& block, Scratch& s, int tile, int64_t panel) const {

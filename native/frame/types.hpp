@@ -55,6 +55,7 @@ struct TileArgs {
   bool accumulate;       // add to C instead of overwriting it
   const char* prefetch;  // the address to prefetch with the first row of B
   int64_t prefetch_stride;  // bytes by which this address advances with each row
+  bool prefetch_whole;      // all bytes between these addresses are to be fetched: a share of the next block
   // With scales, the groups are those of one or more segments, each of one quantisation group.
   const float* scale;    // scales of the first segment for each column, or null
   const float* zero;     // (zero points - stored offset) of the first segment for each column, or null

@@ -56,6 +56,14 @@ inline void prefetch_output(const TileArgs& t, int64_t chunk) {
     for (int64_t byte = 0; byte < t.out_bytes; byte += 64) __builtin_prefetch(t.out + row * t.out_stride + byte, 1, 3);
 }
 
+// Prefetch what belongs to the chunk of B from group `first`: all of its share of the next block, which the L2 keeps until this
+// block is done, or, at a distance in this one, the first line, which the hardware's prefetcher follows.
+inline void prefetch_b(const TileArgs& t, int64_t first) {
+  const char* line = t.prefetch + first * t.prefetch_stride;
+  if (!t.prefetch_whole) return __builtin_prefetch(line, 0, 3);
+  for (const char* end = line + kTileGroups * t.prefetch_stride; line < end; line += 64) __builtin_prefetch(line, 0, 2);
+}
+
 // Multiply `chunks` chunks of A and B, each of `groups` groups from group `first`, and store the C tiles at c. Add to C if
 // `load_c`. c_stride is in bytes. after(i) is called when the products of chunk i are under way.
 template <TileProduct P, int MR, int NV, class After>
@@ -79,7 +87,7 @@ void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first
     if (t.out != nullptr && 2 * i < MR) prefetch_output<MR>(t, i);
     const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
     const char* b = t.b + (first + i * kTileGroups) * t.b_stride;
-    __builtin_prefetch(t.prefetch + (first + i * kTileGroups) * t.prefetch_stride, 0, 3);
+    prefetch_b(t, first + i * kTileGroups);
     _tile_loadd(4, a, t.a_row_stride);
     _tile_loadd(6, b, t.b_stride);
     GT_MULTIPLY(0, 4, 6);

@@ -35,7 +35,7 @@ _LEAST_WHEN_LATE = 0.3  # the least share of the time for other M that is left w
 # The least share of a Decision's time that is left where those before took long, as the first of a process does, for
 # which a worker starts. With whole Decisions a weight of 30 or so took more than 25 s on 16 cores, 25.8 and 26.2 (fp8
 # 8192x1024 and bfloat16 4096x4096, H200; every-m-20261129-062005.json, -014126).
-_LEAST_OF_DECISION = 0.7
+_LEAST_OF_DECISION = 0.5
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
