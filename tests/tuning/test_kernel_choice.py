@@ -9,14 +9,15 @@ from hypothesis import given
 
 from gemmtune.core.tuned_plan import PlanInterval
 from gemmtune.tuning import intervals, kernel_choice
-from gemmtune.tuning.curves import MARGIN, Curves, point_weights
+from gemmtune.tuning.curves import MARGIN, REPEATABLE, Curves, point_weights
 from helpers.curves import BOUND, PLAIN, SIZES, sample_curves, serve, simulated_curves, staircase
 
 
 @given(simulated_curves())
 def test_regret_is_within_the_bound_at_measured_m(curves: Curves) -> None:
+    """Beyond what another tuning may find."""
     for m, name in serve(curves).items():
-        assert curves.regret(name, m) <= BOUND
+        assert curves.regret(name, m) <= BOUND + REPEATABLE
 
 
 @given(simulated_curves())

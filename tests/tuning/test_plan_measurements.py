@@ -242,3 +242,18 @@ def test_m_that_alone_keep_a_layout_from_serving_are_timed_again() -> None:
     assert found.sizes_that_exclude("p:a", 1) == {}
     almost = measured((PLAIN, plain), (packed("a"), {**times, 512: 2.03}))
     assert almost.sizes_that_exclude("p:a", 1) == {}
+
+
+@pytest.mark.parametrize(("waves", "names"), [(False, {"mm", "a", "b"}), (True, {"mm", "a"})])
+def test_kernels_that_were_a_little_behind_are_timed_again_with_the_others_on_a_cpu(
+    waves: bool, names: set[str]
+) -> None:
+    """A slow moment may have slowed one kernel more than another."""
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, waves=waves)
+    for kernel in (PLAIN, *(PoolKernel.of(Candidate.make("toy", name), 1, "p") for name in ("a", "b", "c"))):
+        found.add(kernel)
+    for m in (1, 64, 512):
+        record(found, m, mm=2.0, a=1.5, b=1.2, c=1.8)
+    record(found, 256, mm=2.0, a=2.2, b=3.0, c=4.5)
+    again = found.sizes_that_exclude("p", 1)
+    assert {m: {name.split("/")[1] for name in kernels} for m, kernels in again.items()} == {256: names}

@@ -20,7 +20,7 @@ from .sizes import SizeRange
 BATCH = 8  # the M of one request to the worker
 _LOSS = 0.01  # a gap between two measured M is not measured if less may be lost there
 _MAX_LAYOUTS = 2  # packed layouts that are still timed after the first M
-_FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M
+_FAR_BEHIND = 2.0  # a kernel that took this multiple of the least time is not timed at larger M, or again
 # A kernel that took up to this multiple of the least time at an M may be the fastest at M within this factor.
 _NEARLY, _NEARBY = 1.3, 1.5
 # Kernels that are timed at an M for what they took at the next M on either side. In ten plans of H100s (38 to 68 M
@@ -315,7 +315,7 @@ class Measurements:
         slow = [m for m in shares if shares[m] > _TOO_SLOW and self.timed_often.get((plain, m), 0) <= _RETIMED]
         layouts = [self.curves(packing).without(self.out) for packing in self.layouts()] if slow else []
         return {
-            m: list(dict.fromkeys((plain, *(name for curves in layouts for name in self.names_near(curves, m)))))
+            m: list(dict.fromkeys((plain, *(name for curves in layouts for name in self._names_again(curves, m)))))
             for m in sorted(slow, key=lambda m: -shares[m])
         }
 
@@ -386,7 +386,23 @@ class Measurements:
 
     def _again(self, curves: Curves, wanted: Mapping[int, Sequence[str]]) -> dict[int, list[str]]:
         """Return the first few of the M to measure again, with their kernels and those that may be faster there."""
-        return {m: list(dict.fromkeys((*self.names_near(curves, m), *wanted[m]))) for m in sorted(wanted)[:BATCH]}
+        return {m: list(dict.fromkeys((*self._names_again(curves, m), *wanted[m]))) for m in sorted(wanted)[:BATCH]}
+
+    def _names_again(self, curves: Curves, m: int) -> list[str]:
+        """Return the kernels to time again at a measured M: on a CPU ATen's plain op, and all that are not far behind
+        there, otherwise those of ``names_near``.
+
+        A slow moment does not slow all kernels alike: the pace of some does not tell what others would take now. Those
+        of AMX took 1.9 times as long with tiles of 32 rows, 1.4 times with tiles of 16 (bfloat16 768x3072, a host whose
+        pace changes). Only the latter were timed again at M from 257 to 504, and ATen's op served all M, which takes
+        1.3 times as long as the former.
+        """
+        if self._waves:
+            return self.names_near(curves, m)
+        plain = [name for name, kernel in self.pool.items() if kernel.is_plain]
+        least_s = curves.best(m)
+        timed = (name for name, times in curves.times.items() if times.get(m, math.inf) <= _FAR_BEHIND * least_s)
+        return list(dict.fromkeys((*plain, *timed)))
 
     def _unseen_parities(self, curves: Curves, plan_intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it; or

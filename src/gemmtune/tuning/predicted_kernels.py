@@ -129,13 +129,18 @@ def short_turns() -> Iterator[None]:
 def kernels_for_last_size(
     problem: Problem, target: Target, pool: Sequence[PoolKernel], sizes: SizeRange, without: Collection[str]
 ) -> list[PoolKernel]:
-    """Return the candidate that is listed first for the last M, of each template and layout that was fast at the
-    largest tuned M, unless it is in ``pool``; none if the last M is tuned. without: ids of candidates that are not
-    returned."""
+    """Return the candidate that is listed first for the last M, of each packed layout's templates, and of those for the
+    raw weight that were fast at the largest tuned M, unless it is in ``pool``; none if the last M is tuned. without:
+    ids of candidates that are not returned.
+
+    A layout that was fast at fewer rows only may be the best for many: on a host whose pace changes, bfloat16 768x3072
+    had panels of 16 columns alone at M = 128, and no kernel of those of 32 that is as fast as ATen's op at M = 300.
+    """
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:
         return []
-    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in pool if largest in kernel.fast_at}
+    fast = (kernel for kernel in pool if kernel.packing is not None or largest in kernel.fast_at)
+    templates = {_Template.of(kernel.candidate, kernel.packing) for kernel in fast}
     listed = _listed(problem, sizes, sizes.last, target, templates)
     first = {_Template.of(kernel.candidate, kernel.packing): kernel for kernel in reversed(listed)}
     excluded = {kernel.id for kernel in pool} | set(without)
