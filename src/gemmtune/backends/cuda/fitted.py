@@ -162,8 +162,10 @@ def fitted_tiles(template: str, config: dict[str, Any], problem: Problem, multip
 def clusters_at_once(blocks: int, multiprocessors: int, resident: int = 1) -> int:
     """Return about how many clusters of up to 8 blocks run at a time. resident: how many blocks fit on a
     multiprocessor."""
-    alone, beside = _CLUSTERS_OF_132.get(blocks, (132 / blocks, 264 / blocks))
-    return max(1, int(multiprocessors / 132 * (alone if resident == 1 else beside * resident / 2) + 1e-9))
+    if blocks not in _CLUSTERS_OF_132:
+        return max(1, multiprocessors * resident // blocks)
+    alone, beside = _CLUSTERS_OF_132[blocks]
+    return max(1, multiprocessors * (2 * alone if resident == 1 else resident * beside) // 264)
 
 
 def copy_config(problem: Problem, template: str, config: dict[str, Any], copy: Copy, shared: int) -> dict[str, Any]:

@@ -94,17 +94,14 @@ _SPLIT_S = 4e-6
 _START_S = 2e-6
 _SLAB_FLIGHT = 4e4  # bytes of stages, beyond the current one, that keep a block busy half of the time
 _STEP_S = 3.9e-8  # the barriers of a stage
-_EXPOSED_SHARE = 0.2  # share of the second longest of the concurrent activities that adds to the time
 _CLUSTER_SYNC_S = 6.4e-6  # the blocks of a cluster exchange sums one after the other
 _BETWEEN_BLOCKS = 4.5e10  # bytes per second that a block reads from another block's shared memory
-
-
 # Registers by which ``mixed_registers`` exceeds what NVRTC uses for tiles of up to 64 rows.
-_UNUSED = {"int4": 10, "int8": 6}
+_OVERESTIMATED = {"int4": 10, "int8": 6}
 
 
 class _MixedCosts(NamedTuple):
-    """The costs of ``mixed``: fitted to 18,000 times of int8 and int4 weights on H100s and H200s, those of plans and
+    """The costs of ``mixed``: fitted to 16,000 times of int8 and int4 weights on H100s and H200s, those of plans and
     of Decisions at M = 17 to 8192 (every-m files up to 20261129-093329), by the logarithms of their ratios at one M.
 
     The candidate with the least estimate took 1.014 of the least measured time in the mean at M = 65 to 128, and 1.04
@@ -115,8 +112,8 @@ class _MixedCosts(NamedTuple):
     flight, stages_flight: bytes in flight with which a multiprocessor reaches half of the bandwidth, and half of the
     rate of loads and products. between: bytes per second that the blocks of a cluster exchange. convert_s: conversion
     of 64 columns of a step; convert_alone: times that where one group of warps is alone on a multiprocessor. start_s,
-    round_s: of a call, and of a round of blocks. column_s: the output of a column of 64 rows. exposed: as
-    ``_EXPOSED_SHARE``. output_beside: share of an output's time that is not hidden by other blocks of the round.
+    round_s: of a call, and of a round of blocks. exposed_share, column_s: as for ``_SlabCosts``. output_beside: share
+    of an output's time that other blocks of the round do not hide.
     """
 
     bandwidth: float = 4.8e12
@@ -130,7 +127,7 @@ class _MixedCosts(NamedTuple):
     start_s: float = 2.7e-6
     round_s: float = 1.6e-6
     column_s: float = 2.2e-8
-    exposed: float = 0.27
+    exposed_share: float = 0.27
     output_beside: float = 0.26
 
 
@@ -141,8 +138,8 @@ class _SlabCosts(NamedTuple):
     """What depends on how many tiles a block of ``slab`` computes one after the other.
 
     barriers_s: of a stage, times the square of the cluster's blocks less 1. drain_s: fp8: nothing is multiplied between
-    a product's end and the next one's start. exposed_share: as ``_EXPOSED_SHARE``. column_s: the output of a column of
-    64 rows.
+    a product's end and the next one's start. exposed_share: of the second longest of the concurrent activities, which
+    adds to the time. column_s: the output of a column of 64 rows.
     """
 
     barriers_s: float
@@ -580,7 +577,7 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     products of the busiest multiprocessor, and the rounds of blocks. The estimate only orders candidates."""
     bm, bn, split, stages = (config[name] for name in ("bm", "bn", "split", "stages"))
     costs, groups, stage = _MIXED_COSTS, bn // 64, mixed_stage(problem, config)
-    registers = 32 * mixed_warps(problem, config) * (mixed_registers(problem, config) - _UNUSED[problem.b.dtype])
+    registers = 32 * mixed_warps(problem, config) * (mixed_registers(problem, config) - _OVERESTIMATED[problem.b.dtype])
     resident_limit = (device.shared + RESERVED_SHARED) // (mixed_shared(problem, config) + RESERVED_SHARED)
     resident = max(1, min(resident_limit, REGISTERS // registers))
     at_once = clusters_at_once(split, device.multiprocessors, resident)  # tiles
@@ -597,4 +594,4 @@ def _mixed_seconds(problem: Problem, device: DeviceLimits, config: dict[str, Any
     faster, slower = sorted((memory, fetched * latency_factor, compute * latency_factor))[1:]
     output = costs.column_s * bn * bm / 64 / split + 4.0 * bm * bn * (split - 1) / split / costs.between
     outputs = output * (rounds + costs.output_beside * (busiest - rounds))
-    return float(slower + costs.exposed * faster + costs.start_s + costs.round_s * rounds + outputs)
+    return float(slower + costs.exposed_share * faster + costs.start_s + costs.round_s * rounds + outputs)
