@@ -29,6 +29,7 @@ from typing import Any
 
 from harness import RESULTS
 
+from gemmtune.core import devices
 from gemmtune.tuning import curves as tuning_curves
 from gemmtune.tuning import kernel_choice
 from gemmtune.tuning.curves import Curves
@@ -109,7 +110,7 @@ def print_kernels(rows: Sequence[Row]) -> None:
         tuning_curves.REPEATABLE = allowance
         counts, means, worst = [], [], []
         for curves in weights.values():
-            chosen = kernel_choice.choose_kernels(curves, BOUND)
+            chosen = kernel_choice.choose_kernels(curves, BOUND, devices.get("cuda").profile.max_kernels)
             served = kernel_choice.serving(curves, chosen, BOUND)
             regrets = [
                 max(0.0, curves.usable(name, m) / curves.best(m) - 1)

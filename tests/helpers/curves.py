@@ -13,6 +13,7 @@ from gemmtune.tuning import kernel_choice
 from gemmtune.tuning.curves import Curves
 
 BOUND = 0.05
+MOST = 10  # kernels of a plan
 LAST = 512
 PLAIN = "plain"
 SIZES = (1, 3, 8, 17, 32, 65, 128, 257, 512)
@@ -38,7 +39,7 @@ def sample_curves(
 
 
 def serve(curves: Curves) -> dict[int, str]:
-    return kernel_choice.serving(curves, kernel_choice.choose_kernels(curves, BOUND), BOUND)
+    return kernel_choice.serving(curves, kernel_choice.choose_kernels(curves, BOUND, MOST), BOUND)
 
 
 def serving_at(found: Sequence[PlanInterval], m: int) -> str:

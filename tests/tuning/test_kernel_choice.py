@@ -10,7 +10,7 @@ from hypothesis import given
 from gemmtune.core.tuned_plan import PlanInterval
 from gemmtune.tuning import intervals, kernel_choice
 from gemmtune.tuning.curves import MARGIN, REPEATABLE, Curves, point_weights
-from helpers.curves import BOUND, PLAIN, SIZES, sample_curves, serve, simulated_curves, staircase
+from helpers.curves import BOUND, MOST, PLAIN, SIZES, sample_curves, serve, simulated_curves, staircase
 
 
 @given(simulated_curves())
@@ -30,8 +30,8 @@ def test_kernels_that_serve_are_no_slower_than_plain(curves: Curves) -> None:
 
 @given(simulated_curves())
 def test_each_chosen_kernel_is_needed(curves: Curves) -> None:
-    chosen = kernel_choice.choose_kernels(curves, BOUND)
-    assert len(chosen) == len(set(chosen)) <= kernel_choice.MAX_KERNELS + 1
+    chosen = kernel_choice.choose_kernels(curves, BOUND, MOST)
+    assert len(chosen) == len(set(chosen)) <= MOST + 1
     assert (PLAIN in chosen) == bool(curves.plain)
     others = [name for name in chosen if name != PLAIN]
     assert others or curves.plain
@@ -47,7 +47,7 @@ def test_each_chosen_kernel_is_needed(curves: Curves) -> None:
 def test_kernel_must_be_faster_than_plain_by_the_margin(share: float, chosen: bool) -> None:
     plain = staircase(2.0, 0.01)
     curves = sample_curves({PLAIN: plain, "k": lambda m: share * plain(m)}, plain=PLAIN)
-    assert ("k" in kernel_choice.choose_kernels(curves, BOUND)) == chosen
+    assert ("k" in kernel_choice.choose_kernels(curves, BOUND, MOST)) == chosen
     assert set(serve(curves).values()) == {"k" if chosen else PLAIN}
 
 
@@ -64,7 +64,7 @@ def test_kernel_that_later_ones_make_needless_is_dropped() -> None:
     choice = kernel_choice._Choice(curves, BOUND)
     first = min(models, key=lambda name: choice.score([name]))
     assert first == "all"
-    assert sorted(kernel_choice.choose_kernels(curves, BOUND)) == ["high", "low"]
+    assert sorted(kernel_choice.choose_kernels(curves, BOUND, MOST)) == ["high", "low"]
 
 
 def test_a_chosen_kernel_is_exchanged_where_that_saves_a_further_one() -> None:
@@ -78,27 +78,27 @@ def test_a_chosen_kernel_is_exchanged_where_that_saves_a_further_one() -> None:
     choice = kernel_choice._Choice(curves, BOUND)
     assert min(models, key=lambda name: choice.score([name])) == "middle"
     assert choice.exchange(["middle", "low"], choice.score(["middle", "low"]))[0] == ["low", "high"]
-    assert sorted(kernel_choice.choose_kernels(curves, BOUND)) == ["high", "low"]
+    assert sorted(kernel_choice.choose_kernels(curves, BOUND, MOST)) == ["high", "low"]
 
 
 def test_one_kernel_serves_what_it_can_within_the_bound() -> None:
     models = {f"k{index}": lambda m, i=index: 1.0 + 0.002 * ((m + i) % 5) for index in range(5)}
     curves = sample_curves(models)
-    assert len(kernel_choice.choose_kernels(curves, BOUND)) == 1
+    assert len(kernel_choice.choose_kernels(curves, BOUND, MOST)) == 1
 
 
 def test_number_of_kernels_is_limited() -> None:
-    sizes = [1 << exponent for exponent in range(kernel_choice.MAX_KERNELS + 2)]
+    sizes = [1 << exponent for exponent in range(MOST + 2)]
     models = {f"k{m}": lambda m, own=m: 1.0 if m == own else 3.0 for m in sizes}
     curves = Curves(1, sizes[-1], {name: {m: model(m) for m in sizes} for name, model in models.items()})
-    assert len(kernel_choice.choose_kernels(curves, BOUND)) == kernel_choice.MAX_KERNELS
+    assert len(kernel_choice.choose_kernels(curves, BOUND, MOST)) == MOST
 
 
 def test_limited_kernels_serve_where_most_calls_are() -> None:
-    sizes = [1 << exponent for exponent in range(kernel_choice.MAX_KERNELS + 2)]
+    sizes = [1 << exponent for exponent in range(MOST + 2)]
     times = {f"k{own}": {m: 1.0 if m == own else 1.3 for m in sizes} for own in sizes}
     counts = dict.fromkeys(sizes[2:], 100)
-    chosen = kernel_choice.choose_kernels(Curves(1, sizes[-1], times, counts=counts), BOUND)
+    chosen = kernel_choice.choose_kernels(Curves(1, sizes[-1], times, counts=counts), BOUND, MOST)
     assert set(chosen) == {f"k{m}" for m in sizes[2:]}
 
 

@@ -10,6 +10,7 @@ from gemmtune.core.candidate import Candidate
 from gemmtune.tuning.plan_measurements import Measurements
 from gemmtune.tuning.plan_pool import PoolKernel
 from gemmtune.tuning.sizes import SizeRange
+from helpers.curves import MOST
 
 RANGE = SizeRange(1, 512, (1, 512))
 PLAIN = PoolKernel.of(Candidate.make("aten", "mm"), 1, None, is_plain=True)
@@ -21,7 +22,7 @@ def packed(name: str) -> PoolKernel:
 
 def measured(*kernels: tuple[PoolKernel, Mapping[int, float]]) -> Measurements:
     """Return measurements of kernels in microseconds."""
-    found = Measurements(RANGE, {}, 0.05, 0.0, {})
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, max_kernels=MOST)
     for kernel, times in kernels:
         found.add(kernel)
         found.record({m: [kernel.id] for m in times}, {m: {kernel.id: 1e-6 * us} for m, us in times.items()})
@@ -72,7 +73,7 @@ def test_measurements_are_where_a_kernel_is_expected_to_be_faster_and_where_noth
         return 1e-6 * (4.0 + kernel.tile_rows) * -(-m // (4 * kernel.tile_rows))
 
     small, large = (PoolKernel.of(Candidate.make("toy", "k", bm=rows), 1, None) for rows in (48, 56))
-    found = Measurements(RANGE, {}, 0.05, 0.0, {}, waves=True, estimated_s=seconds)
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, max_kernels=MOST, waves=True, estimated_s=seconds)
     sizes = (1, 2, 64, 65, 128, 129, 180, 181, 190, 260, 261, 511, 512)
     for kernel in (small, large):
         found.add(kernel)
@@ -145,7 +146,7 @@ def test_sizes_for_load_are_the_last_and_a_quarter_of_it_unless_calls_are_short(
     assert measured((PLAIN, {m: us / 4.0 for m, us in times.items()})).sizes_for_load() == [512]
     found.record_load({512: {"aten/mm": 100e-6}})
     assert found.sizes_for_load() == []
-    assert Measurements(RANGE, {}, 0.05, 0.0, {}).sizes_for_load() == []
+    assert Measurements(RANGE, {}, 0.05, 0.0, {}, max_kernels=MOST).sizes_for_load() == []
 
 
 # --- slow calls
@@ -249,7 +250,7 @@ def test_kernels_that_were_a_little_behind_are_timed_again_with_the_others_on_a_
     waves: bool, names: set[str]
 ) -> None:
     """A slow moment may have slowed one kernel more than another."""
-    found = Measurements(RANGE, {}, 0.05, 0.0, {}, waves=waves)
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, max_kernels=MOST, waves=waves)
     for kernel in (PLAIN, *(PoolKernel.of(Candidate.make("toy", name), 1, "p") for name in ("a", "b", "c"))):
         found.add(kernel)
     for m in (1, 64, 512):

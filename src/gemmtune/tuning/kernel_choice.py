@@ -8,9 +8,6 @@ from typing import NamedTuple
 
 from .curves import Curves, point_weights
 
-# Kernels of a layout, ATen's plain op not counted. Of the kernels that eight plans of fp8, int8 and int4 weights had
-# timed on an H200 and H100s, the best 8 are 1.3% to 5.9% slower than all in the mean over M, the best 10 0.6% to 3.8%.
-MAX_KERNELS = 10
 MEAN_REGRET = 0.007  # kernels are added while the weighted mean regret is above this, and falls by _WORTH
 _WORTH = 0.002
 _BEYOND = 3.0  # what exceeds the bound adds this multiple of itself to the regret
@@ -19,14 +16,15 @@ _SWITCH = 0.004  # the regret, at an M of average weight, that a change of kerne
 _UNSERVED = 10.0  # the regret at an M without any kernel
 
 
-def choose_kernels(curves: Curves, bound: float) -> list[str]:
+def choose_kernels(curves: Curves, bound: float, most: int) -> list[str]:
     """Return the fewest kernels with which no measured M has a regret above ``bound``, found greedily, with exchanges;
-    more where they lower the mean regret. ATen's plain op is always among them where it can serve."""
+    more where they lower the mean regret, up to ``most``, ATen's plain op not counted. That is always among them where
+    it can serve."""
     choice = _Choice(curves, bound)
     chosen = [curves.plain] if curves.plain else []
     free = len(chosen)
     score = choice.score(chosen)
-    while len(chosen) < min(MAX_KERNELS + free, len(curves.times)):
+    while len(chosen) < min(most + free, len(curves.times)):
         best, name = choice.best_addition(chosen)
         is_enough = score.excess <= 0.0 and (score.cost <= MEAN_REGRET or score.cost - best.cost < _WORTH)
         if best.cost >= score.cost or is_enough:

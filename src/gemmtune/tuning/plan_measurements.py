@@ -41,10 +41,11 @@ class Measurements:
     """The measurements of one weight's kernels.
 
     sizes: the range of M. counts: recorded calls by M. bound: the largest regret at a measured M. pool: the kernels by
-    id. overhead_s, surcharges: as for ``TunedPlan``. waves: as for ``Curves``. times: seconds by id and M, with what
-    load adds to them (``record_load``). noise: by M, of the times there. timed_often: how often a kernel was timed at
-    an M. out: the kernels that cannot serve, with the reason. scan: seconds of ATen's plain op by M, as scanned.
-    estimated_s: returns the estimate of a kernel's seconds at an M, or None.
+    id. overhead_s, surcharges: as for ``TunedPlan``. max_kernels: as for ``TuningProfile``. waves: as for ``Curves``.
+    times: seconds by id and M, with what load adds to them (``record_load``). noise: by M, of the times there.
+    timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the reason. scan:
+    seconds of ATen's plain op by M, as scanned. estimated_s: returns the estimate of a kernel's seconds at an M, or
+    None.
     """
 
     def __init__(
@@ -55,10 +56,11 @@ class Measurements:
         overhead_s: float,
         surcharges: dict[str, dict[int, float]],
         *,
+        max_kernels: int,
         waves: bool = False,
         estimated_s: Callable[[PoolKernel, int], float | None] = lambda kernel, m: None,
     ) -> None:
-        self.surcharges, self._waves = surcharges, waves
+        self.surcharges, self._waves, self._max_kernels = surcharges, waves, max_kernels
         self._estimate = functools.cache(lambda name, m: estimated_s(self.pool[name], m))
         self._sizes, self._counts, self._bound, self._overhead_s = sizes, counts, bound, overhead_s
         self.pool: dict[str, PoolKernel] = {}
@@ -209,7 +211,8 @@ class Measurements:
 
     def serving(self, curves: Curves) -> dict[int, str]:
         """Return the id of the kernel that serves each measured M."""
-        return kernel_choice.serving(curves, kernel_choice.choose_kernels(curves, self._bound), self._bound)
+        chosen = kernel_choice.choose_kernels(curves, self._bound, self._max_kernels)
+        return kernel_choice.serving(curves, chosen, self._bound)
 
     def _plain_s(self, m: int) -> float:
         """Return the seconds of ATen's plain op at a measured M; infinite where it was not timed."""

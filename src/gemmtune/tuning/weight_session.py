@@ -71,12 +71,14 @@ class WeightSession:
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
         self._progress, self._seed, self._rng = progress, seed, random.Random(seed)
         self._decisions = decisions
-        is_host = devices.get(target.device).is_host
+        device = devices.get(target.device)
+        is_host = device.is_host
         # On a GPU, kernels are timed for CUDA graphs, in which the host does nothing.
         self._overhead_s = SERVING_S if is_host else 0.0
         self._measurements = Measurements(
             sizes, self._counts, bound, self._overhead_s, surcharges_of(decisions, sizes.dim, falling=is_host),
-            waves=not is_host and sizes.dim == "m", estimated_s=self._estimated_s,
+            max_kernels=device.profile.max_kernels, waves=not is_host and sizes.dim == "m",
+            estimated_s=self._estimated_s,
         )  # fmt: skip
         # Without those in which a worker was lost: it would load and pack them again.
         self._items: dict[str, SizedCandidate] = {}
