@@ -75,6 +75,11 @@ class Measurements:
         """Add a kernel to the pool."""
         self.pool[kernel.id], self.times[kernel.id] = kernel, {}
 
+    @property
+    def plain_names(self) -> list[str]:
+        """The id of ATen's plain op, if it is in the pool."""
+        return [name for name, kernel in self.pool.items() if kernel.is_plain]
+
     def record(self, wanted: Mapping[int, Iterable[str]], times: Mapping[int, Mapping[str, float]]) -> None:
         """Record the times of a request for the kernels ``wanted[m]`` at each M.
 
@@ -402,10 +407,9 @@ class Measurements:
         """
         if self._waves:
             return self.names_near(curves, m)
-        plain = [name for name, kernel in self.pool.items() if kernel.is_plain]
         least_s = curves.best(m)
         timed = (name for name, times in curves.times.items() if times.get(m, math.inf) <= _FAR_BEHIND * least_s)
-        return list(dict.fromkeys((*plain, *timed)))
+        return list(dict.fromkeys((*self.plain_names, *timed)))
 
     def _unseen_parities(self, curves: Curves, plan_intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it; or
@@ -455,5 +459,4 @@ class Measurements:
                 share = times.get(size, math.inf) / curves.best(size)
                 if share <= 1.0 + CLOSE:
                     behind[name] = min(share, behind.get(name, math.inf))
-        plain = [name for name, kernel in self.pool.items() if kernel.is_plain]
-        return list(dict.fromkeys((*plain, *sorted(behind, key=lambda name: behind[name])[:_MOST_NEAR])))
+        return list(dict.fromkeys((*self.plain_names, *sorted(behind, key=lambda name: behind[name])[:_MOST_NEAR])))

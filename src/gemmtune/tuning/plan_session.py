@@ -143,13 +143,9 @@ class PlanSession(WeightSession):
         for m in self._coarse_sizes():
             if new := set(added).intersection(self._active(m)):
                 fastest = (curves.fastest(m) for curves in layouts if curves.times)
-                wanted[m] = list(dict.fromkeys((*self._plain(), *fastest, *sorted(new))))
+                wanted[m] = list(dict.fromkeys((*self._measurements.plain_names, *fastest, *sorted(new))))
         budget_s = _PREDICTED_SHARE * max(0.0, self._end - time.perf_counter())
         self._time_in_batches(list(wanted), lambda m: wanted[m], budget_s, self._fewer_if_slow)
-
-    def _plain(self) -> list[str]:
-        """Return the id of ATen's plain op, if it is in the pool."""
-        return [name for name, kernel in self._measurements.pool.items() if kernel.is_plain]
 
     def _coarse_sizes(self) -> list[int]:
         """Return the powers of two, some odd neighbors and the M of the Decisions, ascending."""
@@ -209,7 +205,9 @@ class PlanSession(WeightSession):
         for start in range(0, len(sizes), _SCANNED_AT_ONCE):
             if time.perf_counter() - started > seconds:
                 break
-            timed = self._worker_times(dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], self._plain()), 0.0)
+            timed = self._worker_times(
+                dict.fromkeys(sizes[start : start + _SCANNED_AT_ONCE], self._measurements.plain_names), 0.0
+            )
             self._measurements.record_scan(timed.times)
         self._end += time.perf_counter() - started
 

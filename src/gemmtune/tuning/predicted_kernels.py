@@ -133,8 +133,9 @@ def kernels_for_last_size(
     raw weight that were fast at the largest tuned M, unless it is in ``pool``; none if the last M is tuned. without:
     ids of candidates that are not returned.
 
-    A layout that was fast at fewer rows only may be the best for many: on a host whose pace changes, bfloat16 768x3072
-    had panels of 16 columns alone at M = 128, and no kernel of those of 32 that is as fast as ATen's op at M = 300.
+    A layout that was fast at fewer rows only may be the best for many: on a host whose pace changes, only panels of 16
+    columns were fast at M = 128 of bfloat16 768x3072, and no kernel with panels of 32 was timed that is as fast as
+    ATen's op at M = 300.
     """
     largest = max(sizes.tuned, default=sizes.last)
     if sizes.last <= largest:

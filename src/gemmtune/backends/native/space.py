@@ -33,7 +33,7 @@ _WHOLE_PANEL_ROWS = 128  # with more rows, vector units may read a panel of B as
 _FEW_ROWS = 256  # with more, the rows of A that are multiplied at a time may be limited
 _GROUP = 4  # panels
 # From here on AMX's tiles are first loaded from packed rows, which do not lie a power of two apart: with K = 2048 and
-# M = 256, bf16 products took 5 to 6% less time, the packing included (``amx-prefetch-20261129.txt``).
+# M = 256, bf16 products took 5% to 6% less time, the packing included (``amx-prefetch-20261129.txt``).
 _PACKED_ROWS = 128
 _LONG_ROW_BYTES = 4096  # of a K block of A, for AMX, where the L2 does not hold whole rows
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
@@ -255,7 +255,7 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
     several_tiles, by_blocks = problem.m > mr, template != "packed"
     illegal = _illegal_pack_a(problem, unit)
     amx = unit.isa == "amx"
-    modes = ("rows", "none") if amx and problem.m >= _PACKED_ROWS else ("none", "rows", "panels")
+    modes = ("rows", "none", "panels") if amx and problem.m >= _PACKED_ROWS else ("none", "rows", "panels")
     prefetches, orders = _prefetches(problem, unit, template, nr, several_tiles), ("b", "a")
     blocks_of_rows = (0, 1024 if amx else 128) if problem.m > _FEW_ROWS else (0,)
     if amx and not by_blocks and _keeps_panels(problem, unit, nr):
