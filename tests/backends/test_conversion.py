@@ -13,6 +13,7 @@ from gemmtune.backends.aten import AtenBackend, has_plain_product, is_fallback
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.triton import compiler
 from gemmtune.backends.triton.conversion import Conversion
+from gemmtune.backends.triton.pointwise import Pointwise
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.problem import Layout, Problem
 from gemmtune.core.target import Target
@@ -94,6 +95,23 @@ def test_product_has_the_bits_of_what_pytorch_runs(m: int) -> None:
         make_reference_cases(problem, 0), 0.0, rounding=allowed_rounding(converted),
     )  # fmt: skip
     assert verdict.ok
+
+
+def test_a_triton_kernel_scales_the_product(launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+    scaled: list[tuple[int, ...]] = []
+
+    def launch(self: Pointwise, acc: Any, aux: Any, out: Any) -> None:
+        scaled.append(tuple(acc.shape))
+        torch.mul(acc, *aux, out=out)
+
+    monkeypatch.setattr(Pointwise, "launch", launch)
+    problem = weight_only_problem(20, 48, 512)
+    inputs, outs = make_inputs(problem, 0), [torch.empty(problem.out_shape, dtype=torch.bfloat16) for _ in range(2)]
+    for candidate, out in zip((CONVERTED, ROUNDED), outs, strict=True):
+        weight = replace(inputs.b, data=inputs.b.data.as_subclass(OnGpu))
+        load(candidate, problem).run(inputs.a.as_subclass(OnGpu), weight, inputs.aux, out.as_subclass(OnGpu))
+    assert (launches, scaled) == ([(512, 48)], [(20, 48)])  # of the candidate; what PyTorch runs has operators only
+    assert torch.equal(*outs)
 
 
 def test_it_is_a_candidate_beside_pytorchs_op_where_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:

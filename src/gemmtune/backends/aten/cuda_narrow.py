@@ -127,6 +127,7 @@ class UpcastRounded(Upcast):
 
     template = "upcast_rounded"
     accumulator = ""
+    scales_by_operator = True  # where nothing follows the scale: ``torch.mul``, as in eager PyTorch
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         super().__init__(problem, candidate)
@@ -161,18 +162,19 @@ class UpcastRounded(Upcast):
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         product = self._without_reduced_precision(a, torch.mm, a, self.integers(b, a.dtype))
-        if not self.remaining and b.scale.dtype == out.dtype:
+        if self.scales_by_operator and not self.remaining and b.scale.dtype == out.dtype:
             torch.mul(product, b.scale, out=out)
         elif self._scaled_steps is None or not self._scaled_steps.run(product, (b.scale, *aux), out):
             out.copy_(apply_steps(product.float() * b.scale, self.remaining, aux))
 
 
 class UpcastConverted(UpcastRounded):
-    """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's: in 0.78 of its time
-    for 2048x4096x4096 (H200, every-m-20261129-063427.json)."""
+    """``UpcastRounded`` with the integers converted and the product scaled by Triton kernels, as in graphs of
+    Inductor's: in 0.78 of its time for 2048x4096x4096 (H200, every-m-20261129-063427.json; with ``torch.mul``)."""
 
     template = "upcast_converted"
     is_fallback = False
+    scales_by_operator = False
     has_plain_product = True
 
     @classmethod
