@@ -180,33 +180,31 @@ inline void apply_scalar_step(const Step& s, int n, float* x) {
   }
 }
 
-inline void store_row(const float* x, int n, DType t, char* out) {
-  switch (t) {
-    case DType::f32: std::memcpy(out, x, sizeof(float) * n); return;
-    case DType::bf16: {
-      auto* o = reinterpret_cast<uint16_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = f32_to_bf16(x[i]);
-      return;
-    }
-    case DType::f16: {
-      auto* o = reinterpret_cast<uint16_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = f32_to_f16(x[i]);
-      return;
-    }
-    case DType::s8: {
-      auto* o = reinterpret_cast<int8_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = static_cast<int8_t>(round_to_int(x[i], -128.0f, 127.0f));
-      return;
-    }
-    case DType::u8: {
-      auto* o = reinterpret_cast<uint8_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = static_cast<uint8_t>(round_to_int(x[i], 0.0f, 255.0f));
-      return;
-    }
-    default: {
-      auto* o = reinterpret_cast<int32_t*>(out);
-      for (int i = 0; i < n; ++i) o[i] = round_to_s32(x[i]);
-    }
+// Convert the tile, whose elements are of type From, and store it to the output. The stores to the output often miss the L1, and
+// stores retire in order, so that a store to the stack in between would wait for them: with variables on the stack, as in
+// finish_row, a tile of 32 rows took 0.6 us longer. The compiler keeps these in registers, since it need not read `e` again.
+template <class From, class To, class Convert>
+inline void store_rows(const EpilogueArgs& e, const Convert& convert) {
+  const int rows = e.rows, cols = e.cols;
+  const int64_t ldc = e.ldc, ldo = e.ldo;
+  const auto* __restrict from = static_cast<const From*>(e.c);
+  auto* __restrict to = reinterpret_cast<To*>(e.out);
+  for (int r = 0; r < rows; ++r, from += ldc, to += ldo) {
+    int i = 0;
+    for (; i + kLanes <= cols; i += kLanes)
+      for (int j = 0; j < kLanes; ++j) to[i + j] = convert(from[i + j]);
+    for (; i < cols; ++i) to[i] = convert(from[i]);
+  }
+}
+
+inline void store_floats(const EpilogueArgs& e) {
+  switch (e.out_dtype) {
+    case DType::f32: return store_rows<float, float>(e, [](float x) { return x; });
+    case DType::bf16: return store_rows<float, uint16_t>(e, [](float x) { return f32_to_bf16(x); });
+    case DType::f16: return store_rows<float, uint16_t>(e, [](float x) { return f32_to_f16(x); });
+    case DType::s8: return store_rows<float, int8_t>(e, [](float x) { return static_cast<int8_t>(round_to_int(x, -128.0f, 127.0f)); });
+    case DType::u8: return store_rows<float, uint8_t>(e, [](float x) { return static_cast<uint8_t>(round_to_int(x, 0.0f, 255.0f)); });
+    default: return store_rows<float, int32_t>(e, [](float x) { return round_to_s32(x); });
   }
 }
 
@@ -221,44 +219,49 @@ inline int run_exact_steps(const EpilogueArgs& e, int r, const int32_t* acc, con
 
 constexpr bool is_integer(DType t) { return t == DType::s8 || t == DType::u8 || t == DType::s32; }
 
-void run_epilogue(const EpilogueArgs& e) {
-  const int64_t out_stride = e.ldo * (bits(e.out_dtype) / 8);
-  const bool exact = e.integer && (e.n_steps > 0 ? e.steps[0].exact : is_integer(e.out_dtype));
-  for (int r = 0; r < e.rows; ++r) {
-    float* x = static_cast<float*>(e.c) + r * e.ldc;
-    char* out = e.out + r * out_stride;
-    const Aux* aux = e.aux;
-    int first_float_step = 0;
-    if (e.integer) {
-      auto* v = static_cast<int32_t*>(e.c) + r * e.ldc;
-      if (e.compensation != nullptr)
-        for (int i = 0; i < e.cols; ++i)  // unsigned, because integer products wrap
-          v[i] = static_cast<int32_t>(static_cast<uint32_t>(v[i]) - static_cast<uint32_t>(e.compensation[i]));
-      if (e.n_steps == 0 && e.out_dtype == DType::s32) {
-        std::memcpy(out, v, sizeof(int32_t) * e.cols);
-        continue;
+// Compute the steps of row r in the tile, as floats, or as int32 where there are none. Returns true if it stored the row to the
+// output instead: one that the steps keep exact.
+inline bool finish_row(const EpilogueArgs& e, int r, bool exact, bool keeps_int32) {
+  float* x = static_cast<float*>(e.c) + r * e.ldc;
+  const Aux* aux = e.aux;
+  int first_float_step = 0;
+  if (e.integer) {
+    auto* v = static_cast<int32_t*>(e.c) + r * e.ldc;
+    if (e.compensation != nullptr)
+      for (int i = 0; i < e.cols; ++i)  // unsigned, because integer products wrap
+        v[i] = static_cast<int32_t>(static_cast<uint32_t>(v[i]) - static_cast<uint32_t>(e.compensation[i]));
+    if (keeps_int32) return false;
+    if (exact) {
+      int64_t integers[kMaxTileCols];
+      first_float_step = run_exact_steps(e, r, v, &aux, integers);
+      if (first_float_step == e.n_steps && is_integer(e.out_dtype)) {
+        store_integers(integers, e.cols, e.out_dtype, e.out + r * e.ldo * (bits(e.out_dtype) / 8));
+        return true;
       }
-      if (exact) {
-        int64_t integers[kMaxTileCols];
-        first_float_step = run_exact_steps(e, r, v, &aux, integers);
-        if (first_float_step == e.n_steps && is_integer(e.out_dtype)) {
-          store_integers(integers, e.cols, e.out_dtype, out);
-          continue;
-        }
-        for (int i = 0; i < e.cols; ++i) x[i] = static_cast<float>(integers[i]);
-      } else {
-        for (int i = 0; i < e.cols; ++i) {
-          const float f = static_cast<float>(v[i]);
-          std::memcpy(x + i, &f, 4);
-        }
+      for (int i = 0; i < e.cols; ++i) x[i] = static_cast<float>(integers[i]);
+    } else {
+      for (int i = 0; i < e.cols; ++i) {
+        const float f = static_cast<float>(v[i]);
+        std::memcpy(x + i, &f, 4);
       }
     }
-    for (int s = first_float_step; s < e.n_steps; ++s) {
-      if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
-      else apply_scalar_step(e.steps[s], e.cols, x);
-    }
-    store_row(x, e.cols, e.out_dtype, out);
   }
+  for (int s = first_float_step; s < e.n_steps; ++s) {
+    if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
+    else apply_scalar_step(e.steps[s], e.cols, x);
+  }
+  return false;
+}
+
+void run_epilogue(const EpilogueArgs& e) {
+  const bool exact = e.integer && (e.n_steps > 0 ? e.steps[0].exact : is_integer(e.out_dtype));
+  const bool keeps_int32 = e.integer && e.n_steps == 0 && e.out_dtype == DType::s32;
+  bool stored = false;
+  if (e.n_steps > 0 || e.compensation != nullptr || (e.integer && !keeps_int32))
+    for (int r = 0; r < e.rows; ++r) stored = finish_row(e, r, exact, keeps_int32);
+  if (stored) return;
+  if (keeps_int32) store_rows<int32_t, int32_t>(e, [](int32_t x) { return x; });
+  else store_floats(e);
 }
 
 }  // namespace

@@ -418,12 +418,7 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
   }
   t.b_stride = b_stride;
   t.b = b;
-  if (block.partial == nullptr && k1 == block.task.k1) {
-    const int64_t element = bits(cfg_.out) / 8, row = block.row0 + first;
-    t.out = block.call.out + (block.task.batch * block.call.out_batch_stride + row * block.call.ldo + panel * panel_cols_) * element;
-    t.out_stride = block.call.ldo * element;
-    t.out_bytes = columns * element;
-  }
+  if (block.partial == nullptr && k1 == block.task.k1) set_next_output(block, tile, panel, t);
   t.tile_state = &s.tile_state;
   t.accumulate = k0 > block.task.k0;
   set_prefetch(block, tile, panel, k0, k1, ceil_div(k1 - k0, kp_ * set->groups_per_row), t);
@@ -482,6 +477,22 @@ void Gemm::set_prefetch(const RowBlock& block, int tile, int64_t panel, int64_t 
   t.prefetch = next + size * tile / block.tiles.count;
   t.prefetch_stride = ceil_div(size, rows * block.tiles.count);
   t.prefetch_whole = true;
+}
+
+// Set the rows of the output that the next tile of these rows and panels is stored to: none behind the last one.
+void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileArgs& t) const {
+  const bool rows_first = cfg_.order == Order::b_in_l1;
+  if (rows_first) {
+    if (++tile == block.tiles.count) tile = 0, ++panel;
+  } else if (++panel == block.jc_end) {
+    panel = block.jc, ++tile;
+  }
+  if (panel == block.task.p1 || tile == block.tiles.count) return;
+  const int64_t element = bits(cfg_.out) / 8, row = block.row0 + block.tiles.begin(tile), column = panel * panel_cols_;
+  t.next_out = block.call.out + (block.task.batch * block.call.out_batch_stride + row * block.call.ldo + column) * element;
+  t.next_out_rows = block.tiles.size(tile);
+  t.out_stride = block.call.ldo * element;
+  t.out_bytes = std::min(panel_cols_, cfg_.n - column) * element;
 }
 
 void Gemm::finish_tile(const RowBlock& block, Scratch& s, int tile, int64_t panel) const {

@@ -93,6 +93,7 @@ class Gemm {
   void load_scales(const Call&, Scratch&, int64_t panel, int64_t k0, int64_t k1) const;
   void multiply_tile(const RowBlock&, Scratch&, int tile, int64_t panel, int64_t k0, int64_t k1, const char* b,
                      int64_t b_stride) const;
+  void set_next_output(const RowBlock&, int tile, int64_t panel, TileArgs& t) const;
   void set_prefetch(const RowBlock&, int tile, int64_t panel, int64_t k0, int64_t k1, int64_t rows, TileArgs& t) const;
   void finish_tile(const RowBlock&, Scratch&, int tile, int64_t panel) const;
   void reduce_slices(const Call&, char* partial, int thread, int threads) const;
@@ -110,8 +111,5 @@ class Gemm {
   int64_t segment_;     // K elements that share a K block and scales
   int64_t block_segments_;  // of a K block
 };
-
-// Return a / b rounded up; b > 0.
-constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 }  // namespace gemmtune

@@ -12,6 +12,9 @@ constexpr int kMaxVectors = 4;  // a panel is 16, 32, 48 or 64 columns wide
 constexpr int kMaxRows = 32;    // rows of the largest micro-tile (AMX)
 constexpr int kGroupBytes = 4;  // A is broadcast 4 bytes at a time: 1 fp32, 2 bf16, 2 int16 or 4 int8
 
+// Return a / b rounded up; b > 0.
+constexpr int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
 // f8: float8_e4m3fn (1 sign, 4 exponent and 3 mantissa bits, bias 7, no infinity, NaN where all 7 low bits are set).
 enum class DType : int { f32 = 0, bf16, f16, s8, u8, s32, s4, f8 };
 
@@ -63,9 +66,10 @@ struct TileArgs {
   int64_t segment_groups;  // groups of a segment; the last one may have fewer
   int64_t scale_stride;    // elements between the scales, and the zero points, of two segments
   int64_t a_sum_stride;    // elements between the sums of two segments
-  const char* out;       // the tile's first element in the output, which is written after the call, or null
-  int64_t out_stride;    // bytes between rows of the output
-  int64_t out_bytes;     // of a row of the tile in the output
+  const char* next_out;   // the first of the rows of the output that the next tile is stored to, or null
+  int64_t next_out_rows;  // how many there are
+  int64_t out_stride;     // bytes between rows of the output
+  int64_t out_bytes;      // of a row of the next tile in the output
   uint32_t* tile_state;  // AMX: the configuration of the tile registers, which the calls of one thread share; 0: none yet
 };
 

@@ -3,6 +3,7 @@
 // few rows, multiplied by fp32 FMAs from the packed layout, which were faster than vdpbf16ps on a CPU with AMX.
 #include <immintrin.h>
 
+#include <algorithm>
 #include <cstring>
 
 #include "../../frame/epilogue.hpp"
@@ -48,13 +49,22 @@ enum class TileProduct { bf16, s8s8, u8s8 };
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
-// Prefetch two rows of the output that this tile is stored to. They are spread over the chunks because many cache misses at once
-// would delay the loads of A and B; stores to rows that are not in the cache would delay them, too.
-template <int MR>
-inline void prefetch_output(const TileArgs& t, int64_t chunk) {
-  for (int64_t row = 2 * chunk; row < 2 * chunk + 2 && row < MR; ++row)
-    for (int64_t byte = 0; byte < t.out_bytes; byte += 64) __builtin_prefetch(t.out + row * t.out_stride + byte, 1, 3);
-}
+// The rows of the output that the next tile is stored to. They are prefetched for writing while this tile is multiplied, a few with
+// each chunk: many cache misses at once, or stores to rows that are not in the cache, would delay the loads of A and B.
+class NextOutput {
+ public:
+  explicit NextOutput(const TileArgs& t)
+      : row_(t.next_out), stride_(t.out_stride), bytes_(t.out_bytes), left_(t.next_out_rows),
+        rows_(ceil_div(left_, std::max<int64_t>(t.groups / kTileGroups, 1))) {}
+  void prefetch_rows() {
+    for (int64_t i = 0; i < rows_ && left_ > 0; ++i, --left_, row_ += stride_)
+      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte, 0, 2);
+  }
+
+ private:
+  const char* row_;
+  int64_t stride_, bytes_, left_, rows_;
+};
 
 // Prefetch what belongs to the chunk of B from group `first`: all of its share of the next block, which the L2 keeps until this
 // block is done, or, at a distance in this one, the first line, which the hardware's prefetcher follows.
@@ -68,7 +78,7 @@ inline void prefetch_b(const TileArgs& t, int64_t first) {
 // `load_c`. c_stride is in bytes. after(i) is called when the products of chunk i are under way.
 template <TileProduct P, int MR, int NV, class After>
 void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first, int64_t chunks, int groups, bool load_c,
-                     const After& after) {
+                     NextOutput& output, const After& after) {
   configure_tiles(t.tile_state, MR, groups);
   constexpr bool kTwoRows = MR > kTileRows, kTwoColumns = NV > 1;
   char* lower_c = c + kTileRows * c_stride;
@@ -84,7 +94,7 @@ void multiply_chunks(const TileArgs& t, char* c, int64_t c_stride, int64_t first
     if constexpr (kTwoRows && kTwoColumns) _tile_zero(3);
   }
   for (int64_t i = 0; i < chunks; ++i) {
-    if (t.out != nullptr && 2 * i < MR) prefetch_output<MR>(t, i);
+    output.prefetch_rows();
     const char* a = t.a + (first + i * kTileGroups) * kGroupBytes;
     const char* b = t.b + (first + i * kTileGroups) * t.b_stride;
     prefetch_b(t, first + i * kTileGroups);
@@ -113,11 +123,11 @@ struct Nothing {
 };
 
 template <TileProduct P, int MR, int NV, class After = Nothing>
-void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate, const After& after = {}) {
+void multiply(const TileArgs& t, char* c, int64_t c_stride, bool accumulate, NextOutput& output, const After& after = {}) {
   const int64_t chunks = t.groups / kTileGroups;
   const int tail = static_cast<int>(t.groups % kTileGroups);
-  if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate, after);
-  if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0, Nothing{});
+  if (chunks > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, 0, chunks, kTileGroups, accumulate, output, after);
+  if (tail > 0) multiply_chunks<P, MR, NV>(t, c, c_stride, chunks * kTileGroups, 1, tail, accumulate || chunks > 0, output, Nothing{});
 }
 
 // Add rows [first, last) of the products of one segment to C: C (+)= scale * (product - zero * row_sum).
@@ -146,7 +156,8 @@ void release_tiles() { _tile_release(); }
 template <TileProduct P, int MR, int NV>
 void amx_tile(const TileArgs& t) {
   constexpr int kColumns = NV * kLanes;
-  if (t.scale == nullptr) return multiply<P, MR, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate);
+  NextOutput output(t);
+  if (t.scale == nullptr) return multiply<P, MR, NV>(t, static_cast<char*>(t.c), t.ldc * 4, t.accumulate, output);
   alignas(64) float products[2][MR * kColumns];
   TileArgs segment = t, previous = t;
   int64_t index = 0;
@@ -157,7 +168,7 @@ void amx_tile(const TileArgs& t) {
     const auto scale_rows = [&](int64_t chunk) {
       if (index > 0) add_scaled<NV>(previous, scaled, chunk * MR / chunks, (chunk + 1) * MR / chunks);
     };
-    multiply<P, MR, NV>(segment, reinterpret_cast<char*>(products[index % 2]), kColumns * 4, false, scale_rows);
+    multiply<P, MR, NV>(segment, reinterpret_cast<char*>(products[index % 2]), kColumns * 4, false, output, scale_rows);
     if (chunks == 0 && index > 0) add_scaled<NV>(previous, scaled, 0, MR);
     previous = segment;
     advance_segment(segment, t.segment_groups);
