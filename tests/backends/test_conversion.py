@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gemmtune.backends.aten import AtenBackend, has_plain_product, is_fallback
+from gemmtune.backends.aten.cuda_narrow import UpcastConverted
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.triton import compiler
 from gemmtune.backends.triton.conversion import Conversion
@@ -97,7 +98,10 @@ def test_product_has_the_bits_of_what_pytorch_runs(m: int) -> None:
     assert verdict.ok
 
 
-def test_a_triton_kernel_scales_the_product(launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("most", [0, 20 * 48])
+def test_a_triton_kernel_scales_products_of_many_elements(
+    launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, most: int
+) -> None:
     scaled: list[tuple[int, ...]] = []
 
     def launch(self: Pointwise, acc: Any, aux: Any, out: Any) -> None:
@@ -105,12 +109,14 @@ def test_a_triton_kernel_scales_the_product(launches: list[tuple[int, ...]], mon
         torch.mul(acc, *aux, out=out)
 
     monkeypatch.setattr(Pointwise, "launch", launch)
+    monkeypatch.setattr(UpcastConverted, "most_scaled_by_operator", most)
     problem = weight_only_problem(20, 48, 512)
     inputs, outs = make_inputs(problem, 0), [torch.empty(problem.out_shape, dtype=torch.bfloat16) for _ in range(2)]
     for candidate, out in zip((CONVERTED, ROUNDED), outs, strict=True):
         weight = replace(inputs.b, data=inputs.b.data.as_subclass(OnGpu))
         load(candidate, problem).run(inputs.a.as_subclass(OnGpu), weight, inputs.aux, out.as_subclass(OnGpu))
-    assert (launches, scaled) == ([(512, 48)], [(20, 48)])  # of the candidate; what PyTorch runs has operators only
+    assert launches == [(512, 48)]
+    assert scaled == ([] if most else [(20, 48)])  # what PyTorch runs has operators only
     assert torch.equal(*outs)
 
 

@@ -3,6 +3,7 @@ too."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -127,7 +128,8 @@ class UpcastRounded(Upcast):
 
     template = "upcast_rounded"
     accumulator = ""
-    scales_by_operator = True  # where nothing follows the scale: ``torch.mul``, as in eager PyTorch
+    # The most elements of a product that ``torch.mul`` scales, as in eager PyTorch, where nothing follows the scale.
+    most_scaled_by_operator: float = math.inf
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         super().__init__(problem, candidate)
@@ -162,19 +164,21 @@ class UpcastRounded(Upcast):
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         product = self._without_reduced_precision(a, torch.mm, a, self.integers(b, a.dtype))
-        if self.scales_by_operator and not self.remaining and b.scale.dtype == out.dtype:
+        is_operator = not self.remaining and b.scale.dtype == out.dtype
+        if is_operator and product.numel() <= self.most_scaled_by_operator:
             torch.mul(product, b.scale, out=out)
         elif self._scaled_steps is None or not self._scaled_steps.run(product, (b.scale, *aux), out):
             out.copy_(apply_steps(product.float() * b.scale, self.remaining, aux))
 
 
 class UpcastConverted(UpcastRounded):
-    """``UpcastRounded`` with the integers converted and the product scaled by Triton kernels, as in graphs of
-    Inductor's: in 0.78 of its time for 2048x4096x4096 (H200, every-m-20261129-063427.json; with ``torch.mul``)."""
+    """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's: in 0.78 of its time
+    for 2048x4096x4096 (H200, every-m-20261129-063427.json). A Triton kernel scales products of many elements, too: at
+    8191x1024x8192 in 195 us, in 206 with ``torch.mul`` (every-m-20261129-125857.json, -125030.json)."""
 
     template = "upcast_converted"
     is_fallback = False
-    scales_by_operator = False
+    most_scaled_by_operator = 1 << 20  # a process compiles the kernel in a second, which few elements do not save
     has_plain_product = True
 
     @classmethod
