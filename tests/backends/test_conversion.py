@@ -99,8 +99,9 @@ def test_product_has_the_bits_of_what_pytorch_runs(m: int) -> None:
 
 
 @pytest.mark.parametrize("most", [0, 20 * 48])
+@pytest.mark.parametrize("into_out", [False, True], ids=["functional", "out"])
 def test_a_triton_kernel_scales_products_of_many_elements(
-    launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, most: int
+    launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, most: int, into_out: bool
 ) -> None:
     scaled: list[tuple[int, ...]] = []
 
@@ -108,16 +109,22 @@ def test_a_triton_kernel_scales_products_of_many_elements(
         scaled.append(tuple(acc.shape))
         torch.mul(acc, *aux, out=out)
 
+    def computed(candidate: Candidate) -> torch.Tensor:
+        inputs, kernel = make_inputs(problem, 0), load(candidate, problem)
+        weight = replace(inputs.b, data=inputs.b.data.as_subclass(OnGpu))
+        operands = inputs.a.as_subclass(OnGpu), weight, inputs.aux
+        if not into_out:
+            return kernel.functional(*operands)
+        out = torch.empty(problem.out_shape, dtype=torch.bfloat16)
+        kernel.run(*operands, out)
+        return out
+
     monkeypatch.setattr(Pointwise, "launch", launch)
     monkeypatch.setattr(UpcastConverted, "most_scaled_by_operator", most)
     problem = weight_only_problem(20, 48, 512)
-    inputs, outs = make_inputs(problem, 0), [torch.empty(problem.out_shape, dtype=torch.bfloat16) for _ in range(2)]
-    for candidate, out in zip((CONVERTED, ROUNDED), outs, strict=True):
-        weight = replace(inputs.b, data=inputs.b.data.as_subclass(OnGpu))
-        load(candidate, problem).run(inputs.a.as_subclass(OnGpu), weight, inputs.aux, out.as_subclass(OnGpu))
+    assert torch.equal(computed(CONVERTED), computed(ROUNDED))
     assert launches == [(512, 48)]
     assert scaled == ([] if most else [(20, 48)])  # what PyTorch runs has operators only
-    assert torch.equal(*outs)
 
 
 def test_it_is_a_candidate_beside_pytorchs_op_where_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from gemmtune.backends.aten import AtenBackend
+from gemmtune.backends.base import Artifact
 from gemmtune.backends.triton import jit_kernel
 from gemmtune.backends.triton.jit_kernel import JitKernel
 from gemmtune.backends.triton.pointwise import Pointwise, pointwise_of
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
+from gemmtune.core.workloads import linear_problem
+from gemmtune.verify.inputs import make_inputs
 from helpers.jit_kernels import OnGpu, pretend_that_triton_runs
 
 SWIGLU, RELU = Step("swiglu"), Step("relu")
@@ -57,6 +63,14 @@ def test_launch_counts_as_a_write(launches: list[tuple[int, ...]]) -> None:
     assert kernel.run(acc, (), out)
     assert launches == [(4, 32)]
     assert out._version == version + 1
+
+
+def test_a_new_result_of_pytorchs_product_has_it_too(launches: list[tuple[int, ...]]) -> None:
+    problem = replace(linear_problem(4, 32, 16, "bfloat16"), epilogue=(RELU, Step("scale", value=2.0)))
+    kernel = AtenBackend().load(Artifact(Candidate.make("aten", "mm_rounded"), ""), problem)
+    inputs = make_inputs(problem, 0)
+    assert kernel.functional(inputs.a.as_subclass(OnGpu), inputs.b, inputs.aux).shape == (4, 32)
+    assert launches == [(4, 32)]
 
 
 def test_matrices_that_it_does_not_take(launches: list[tuple[int, ...]]) -> None:

@@ -17,7 +17,7 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ...core.weights import PackedWeight, QuantWeight
-from ..base import Rounding
+from ..base import Kernel, Rounding
 from .cuda_dense import padded_packed_weight
 from .cuda_rules import (
     HALVES,
@@ -153,14 +153,12 @@ class UpcastRounded(Upcast):
     def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
         return problem.epilogue, ""
 
+    def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
+        return Kernel.functional(self, a, b, aux)  # ``run`` scales by one kernel
+
     def integers(self, b: QuantWeight, dtype: torch.dtype) -> Tensor:
         """Return the weight's integers in ``dtype`` [K, N]."""
         return levels(b, dtype)
-
-    def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        product = torch.mm(a, self.integers(b, a.dtype))
-        scaled: Tensor = product.float() * b.scale if self.remaining else product * b.scale
-        return scaled
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         product = self._without_reduced_precision(a, torch.mm, a, self.integers(b, a.dtype))

@@ -165,6 +165,8 @@ class AtenKernel(Kernel):
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         """Return the result in a new tensor."""
+        if self._pointwise is not None and a.is_cuda:
+            return super().functional(a, b, aux)  # ``run`` computes the remaining steps by one kernel
         return round_to_dtype(self._before_rounding(self._product(a, b, aux), aux), self.out_dtype)
 
     def _product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
