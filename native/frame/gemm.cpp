@@ -85,13 +85,15 @@ void load_params(const char* p, DType t, int64_t first, int64_t n, float offset,
 
 }  // namespace
 
-// Partition of a block's rows into `count` micro-tiles whose sizes differ by at most one.
+// Partition of a block's rows into `count` micro-tiles whose sizes differ by at most one: the first `larger` have one row more.
 struct Gemm::RowTiles {
   int64_t rows;
   int count;
-  RowTiles(int64_t rows, int mr) : rows(rows), count(static_cast<int>(ceil_div(rows, mr))) {}
-  int64_t begin(int tile) const { return tile * (rows / count) + std::min<int64_t>(tile, rows % count); }
-  int size(int tile) const { return static_cast<int>(rows / count + (tile < rows % count ? 1 : 0)); }
+  int64_t smaller_rows, larger;
+  RowTiles(int64_t rows, int mr)
+      : rows(rows), count(static_cast<int>(ceil_div(rows, mr))), smaller_rows(rows / count), larger(rows % count) {}
+  int64_t begin(int tile) const { return tile * smaller_rows + std::min<int64_t>(tile, larger); }
+  int size(int tile) const { return static_cast<int>(smaller_rows + (tile < larger ? 1 : 0)); }
 };
 
 struct Gemm::Scratch {

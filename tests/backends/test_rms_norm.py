@@ -3,17 +3,23 @@ runs it)."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.norm import normalize_rows_by_kernel
 from gemmtune.backends.aten.steps import normalize_rows
+from gemmtune.backends.base import Artifact
 from gemmtune.backends.triton import jit_kernel
 from gemmtune.backends.triton.rms_norm import RmsNorm, rms_norm_of
+from gemmtune.core.candidate import Candidate
 from gemmtune.core.epilogue import Step
+from gemmtune.core.workloads import linear_problem
+from gemmtune.verify.inputs import make_inputs
 from helpers.jit_kernels import OnGpu, pretend_that_triton_runs
 
 NORM = Step("rms_norm", "inner", "float32", value=1e-5)
@@ -43,6 +49,16 @@ def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]]) -> N
     result = normalize_rows_by_kernel(a, NORM, weight)
     assert launches == [(3, 40)]
     assert torch.equal(result, normalize_rows(a, NORM, weight))
+
+
+def test_atens_candidates_normalise_by_the_kernel(launches: list[tuple[int, ...]]) -> None:
+    problem = replace(linear_problem(3, 8, 40, "float32"), epilogue=(NORM,))
+    kernel = AtenBackend().load(Artifact(Candidate.make("aten", "mm"), ""), problem)
+    inputs, out = make_inputs(problem, 0), torch.empty(3, 8)
+    operands = inputs.a.as_subclass(OnGpu), inputs.b, tuple(t.as_subclass(OnGpu) for t in inputs.aux)
+    kernel.run(*operands, out)
+    assert torch.equal(kernel.functional(*operands), out)
+    assert launches == [(3, 40)] * 2
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ class NormThen(Kernel):
         self._product.run(normalize_rows_by_kernel(a, self._norm, aux[0]), b, aux[1:], out)
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return self._product.functional(normalize_rows(a, self._norm, aux[0]), b, aux[1:])
+        return self._product.functional(normalize_rows_by_kernel(a, self._norm, aux[0]), b, aux[1:])
 
     def keep_torch_flags(self) -> None:
         self._product.keep_torch_flags()

@@ -31,11 +31,12 @@ _CACHE_LINE = 64
 _MANY_ROWS = 64
 _WHOLE_PANEL_ROWS = 128  # with more rows, vector units may read a panel of B as a whole
 _FEW_ROWS = 256  # with more, the rows of A that are multiplied at a time may be limited
-_GROUP = 4  # panels
+_KEPT_PANELS = 4  # in the L2, while all rows of A pass over them (``_keeps_panels``)
 # From here on AMX's tiles are first loaded from packed rows, which do not lie a power of two apart: with K = 2048 and
 # M = 256, bf16 products took 5% to 6% less time, the packing included (``amx-prefetch-20261129.txt``).
 _PACKED_ROWS = 128
-_LONG_ROW_BYTES = 4096  # of a K block of A, for AMX, where the L2 does not hold whole rows
+_TWO_PANELS = 64  # columns
+_ROW_BLOCK_BYTES = 2048  # of a K block of a row of A, for AMX, where the L2 does not hold whole rows
 _SINGLE_THREAD_MACS = 1 << 20  # up to so many multiply-adds, waking other threads may cost more time than it saves
 
 
@@ -255,10 +256,11 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
     several_tiles, by_blocks = problem.m > mr, template != "packed"
     illegal = _illegal_pack_a(problem, unit)
     amx = unit.isa == "amx"
+    keeps_panels = amx and not by_blocks and _keeps_panels(problem, unit, nr)
     modes = ("rows", "none", "panels") if amx and problem.m >= _PACKED_ROWS else ("none", "rows", "panels")
     prefetches, orders = _prefetches(problem, unit, template, nr, several_tiles), ("b", "a")
     blocks_of_rows = (0, 1024 if amx else 128) if problem.m > _FEW_ROWS else (0,)
-    if amx and not by_blocks and _keeps_panels(problem, unit, nr):
+    if keeps_panels:
         prefetches, orders = sorted(prefetches, key=lambda distance: distance == -1), ("a", "b")
         blocks_of_rows = blocks_of_rows[::-1]
     return {
@@ -267,32 +269,34 @@ def _axes(problem: Problem, target: Target, unit: Unit, template: str, nr: int, 
         "pack_a": [mode for mode in modes if mode not in illegal and (mode != "panels" or template != "dot")],
         "prefetch": prefetches,
         "order": orders if several_tiles and not by_blocks else ("b",),
-        "nc": _panels_of_a_block(amx, several_tiles, template),
+        "nc": _panels_of_a_block(amx, several_tiles, template, keeps_panels),
         "mc": blocks_of_rows,
     }
 
 
 def _keeps_panels(problem: Problem, unit: Unit, nr: int) -> bool:
-    """Whether the inner loop goes over A first, while the L2 keeps a group of panels: for AMX and many rows, where half
-    of the L2 holds the group.
+    """Whether the inner loop goes over A first, while the L2 keeps a group of panels: for AMX and many rows, where an
+    eighth of the L2 holds the group.
 
-    B is then read from memory once, and A from the L3 for each group. With bf16, a cold weight and M of 384 and 512
-    that took 6% to 12% less time than rows in the L2 and all panels for them with K = 768 and 4096, and up to 4% more
-    with K = N = 2048 (``amx-order-20261126.txt``).
+    B is then read from memory once, and A from the L3 for each group. With bf16, K = 768, a cold weight and M of 384
+    and 512 that took 5% to 8% less time than rows in the L2 and all panels for them in quick moments of a host, 6% to
+    9% more in slow ones; with K from 2048 on 1% to 12% more (``amx-blocks-20261129.txt``).
     """
-    group = _GROUP * Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
-    return problem.m > _FEW_ROWS and group <= AMX_BLOCK_BYTES
+    group = _KEPT_PANELS * Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
+    return problem.m > _FEW_ROWS and group <= AMX_BLOCK_BYTES // 4
 
 
-def _panels_of_a_block(amx: bool, several_tiles: bool, template: str) -> tuple[int, ...]:
+def _panels_of_a_block(amx: bool, several_tiles: bool, template: str, keeps_panels: bool) -> tuple[int, ...]:
     """Return the numbers of panels that share one pass over a K block, most promising first.
 
-    AMX reads a block of A that does not fit the L2 from the L3 for each of these passes: bf16 192x4096x11008 took 20%
-    less time with 4 or 16 panels than with 1 (``amx-blocks-20261126.txt``).
+    AMX reads a block of A that does not fit the L2 from the L3 for each of these passes: with 8 or 16 panels instead of
+    4 bf16 256x4096x11008 took 10% less time (``amx-blocks-20261129.txt``).
     """
     if not several_tiles or template == "dot":
         return (1,)
-    return (_GROUP, 1, 16) if amx and template == "packed" else (1, 4)
+    if amx and template == "packed":
+        return (_KEPT_PANELS, 1, 16) if keeps_panels else (8, 16, 4, 1)
+    return (1, 4)
 
 
 def _is_redundant(kc: int, nc: int, order: str, prefetch: int) -> bool:
@@ -327,10 +331,9 @@ def _k_blocks(problem: Problem, target: Target, unit: Unit, template: str, nr: i
     Where several row tiles pass over a packed panel, a block of it that stays in the L1 or L2 meanwhile was up to 25%
     faster than all of K (AVX512, fp32 and fp16, M of 16 to 256, one and two threads, timed by hand on a Xeon). A panel
     of which the L2 holds two was up to 10% faster as a whole, prefetched by a distance, from M = 192 on
-    (``fp32-order-20261126.txt``). With AMX a block was up to 20% faster at M = 64 and 10% slower at 256. An expanded
-    block that few row tiles read is fastest when the L1 holds it: with AMX at M = 16, int8 weights took 4 to 20% longer
-    with blocks of 1024 than of 512, int4 weights 20% longer with blocks of 512 than of 256; at M = 256, 1024 was the
-    fastest.
+    (``fp32-order-20261126.txt``). An expanded block that few row tiles read is fastest when the L1 holds it: with AMX
+    at M = 16, int8 weights took 4 to 20% longer with blocks of 1024 than of 512, int4 weights 20% longer with blocks of
+    512 than of 256; at M = 256, 1024 was the fastest.
     """
     if template == "dot":
         return [0] + [size for size in (1024, 512, 2048) if several_tiles and size < problem.k]
@@ -342,7 +345,7 @@ def _k_blocks(problem: Problem, target: Target, unit: Unit, template: str, nr: i
         blocks = [size for size in (512, 1024) if several_tiles and size < problem.k]
         panel = Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
         if unit.isa == "amx":
-            sizes = _k_blocks_for_tiles(problem, unit, blocks)
+            sizes = _k_blocks_for_tiles(problem, unit) if several_tiles else [0]
         elif problem.m > _WHOLE_PANEL_ROWS and 2 * panel <= _l2_bytes(target):
             sizes = [0, *blocks]
         else:
@@ -358,17 +361,22 @@ def _l2_bytes(target: Target) -> int:
     return target.caches[1] if len(target.caches) > 1 else 0
 
 
-def _k_blocks_for_tiles(problem: Problem, unit: Unit, blocks: list[int]) -> list[int]:
-    """Return AMX's K blocks: all of K first, unless the L2 does not hold the rows of a block of A then.
+def _k_blocks_for_tiles(problem: Problem, unit: Unit) -> list[int]:
+    """Return AMX's K blocks: all of K first, where three quarters of the L2 hold more than the rows of a block of A and
+    two panels of B, this one and the next.
 
-    With K = 11008, bf16 and M = 192 and 512, blocks of 2048 took 18 to 32% less time than all of K, and less than 1024
-    and 512; with K = 4096 and M = 512 all of K took 3% less (``amx-blocks-20261126.txt``). Blocks of int8 have as many
-    bytes.
+    Elsewhere blocks of 2 KiB of a row (1 KiB with more than ``_FEW_ROWS`` rows) took 6% to 18% less time than all of
+    K with bf16 and K = 4096 from M = 128 on, and 8% to 15% less than 4 KiB with K = 11008; where the L2 holds whole
+    rows, all of K took 7% to 17% less (``amx-blocks-20261129.txt``).
     """
     row_bytes = problem.k * unit.compute.nbytes
-    if not blocks or row_bytes * min(problem.m, AMX_LEAST_ROWS) <= AMX_BLOCK_BYTES:
-        return [0, *blocks]
-    return [_LONG_ROW_BYTES // unit.compute.nbytes, 0, *reversed(blocks)]
+    rows = min(problem.m, max(AMX_BLOCK_BYTES // row_bytes, AMX_LEAST_ROWS))
+    longer = _ROW_BLOCK_BYTES // unit.compute.nbytes
+    first = longer if problem.m <= _FEW_ROWS else longer // 2
+    sizes = [size for size in dict.fromkeys((first, longer, longer // 2, 512, 2 * longer)) if size < problem.k]
+    if 2 * (rows + _TWO_PANELS) * row_bytes < 3 * AMX_BLOCK_BYTES:
+        return [0, *sizes]
+    return [*sizes, 0]
 
 
 def _grids(problem: Problem, threads: int, nr: int, template: str) -> list[tuple[int, int, int]]:
