@@ -181,8 +181,8 @@ inline void apply_scalar_step(const Step& s, int n, float* x) {
 }
 
 // Convert the tile, whose elements are of type From, and store it to the output. The stores to the output often miss the L1, and
-// stores retire in order, so that a store to the stack in between would wait for them: with variables on the stack, as in
-// finish_row, a tile of 32 rows took 0.6 us longer. The compiler keeps these in registers, since it need not read `e` again.
+// stores are written in their order, so that one to the stack in between would wait for them: when the variables of this loop were
+// on the stack, with those of the steps, an AMX tile of 32 rows took 0.6 us longer (docs/notes/cpu.md).
 template <class From, class To, class Convert>
 inline void store_rows(const EpilogueArgs& e, const Convert& convert) {
   const int rows = e.rows, cols = e.cols;

@@ -49,8 +49,9 @@ enum class TileProduct { bf16, s8s8, u8s8 };
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
-// The rows of the output that the next tile is stored to. They are prefetched for writing while this tile is multiplied, a few with
-// each chunk: many cache misses at once, or stores to rows that are not in the cache, would delay the loads of A and B.
+// The rows of the output that the next tile is stored to. They are prefetched into the L2 while this tile is multiplied, a few with
+// each chunk: many cache misses at once, or stores to rows that are in no cache, would delay the loads of A and B. Rows that are a
+// multiple of 4 KiB apart do not fit the L1 together.
 class NextOutput {
  public:
   explicit NextOutput(const TileArgs& t)
