@@ -483,8 +483,7 @@ void Gemm::set_prefetch(const RowBlock& block, int tile, int64_t panel, int64_t 
 
 // Set the rows of the output that the next tile of these rows and panels is stored to: none behind the last one.
 void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileArgs& t) const {
-  const bool rows_first = cfg_.order == Order::b_in_l1;
-  if (rows_first) {
+  if (cfg_.order == Order::b_in_l1) {
     if (++tile == block.tiles.count) tile = 0, ++panel;
   } else if (++panel == block.jc_end) {
     panel = block.jc, ++tile;

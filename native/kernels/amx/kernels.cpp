@@ -56,15 +56,16 @@ class NextOutput {
  public:
   explicit NextOutput(const TileArgs& t)
       : row_(t.next_out), stride_(t.out_stride), bytes_(t.out_bytes), left_(t.next_out_rows),
-        rows_(ceil_div(left_, std::max<int64_t>(t.groups / kTileGroups, 1))) {}
+        rows_a_chunk_(ceil_div(left_, std::max<int64_t>(t.groups / kTileGroups, 1))) {}
+  // Prefetch the next rows, those of one chunk.
   void prefetch_rows() {
-    for (int64_t i = 0; i < rows_ && left_ > 0; ++i, --left_, row_ += stride_)
+    for (int64_t i = 0; i < rows_a_chunk_ && left_ > 0; ++i, --left_, row_ += stride_)
       for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte, 0, 2);
   }
 
  private:
   const char* row_;
-  int64_t stride_, bytes_, left_, rows_;
+  int64_t stride_, bytes_, left_, rows_a_chunk_;
 };
 
 // Prefetch what belongs to the chunk of B from group `first`: all of its share of the next block, which the L2 keeps until this

@@ -171,12 +171,12 @@ class UpcastRounded(Upcast):
 
 class UpcastConverted(UpcastRounded):
     """``UpcastRounded`` with the integers converted by a Triton kernel, as in graphs of Inductor's: in 0.78 of its time
-    for 2048x4096x4096 (H200, every-m-20261129-063427.json). A Triton kernel scales products of many elements, too: at
-    8191x1024x8192 in 195 us, in 206 with ``torch.mul`` (every-m-20261129-125857.json, -125030.json)."""
+    for 2048x4096x4096 (H200, every-m-20261129-063427.json). A Triton kernel scales products of many elements, too:
+    8191x1024x8192 takes 205 us then, 217 with ``torch.mul`` (scaled-product-h200-20261129.txt)."""
 
     template = "upcast_converted"
     is_fallback = False
-    most_scaled_by_operator = 1 << 20  # a process compiles the kernel in a second, which few elements do not save
+    most_scaled_by_operator = 1 << 20  # each process compiles the kernel, for which few elements are too few
     has_plain_product = True
 
     @classmethod

@@ -341,15 +341,13 @@ def _k_blocks(problem: Problem, target: Target, unit: Unit, template: str, nr: i
         few_rows = unit.isa == "amx" and problem.m <= 64
         sizes = [size for size in ((512, 256, 1024) if few_rows else (1024, 512, 256)) if size // 2 < problem.k]
         sizes = sizes or [512]
+    elif unit.isa == "amx":
+        sizes = _k_blocks_for_tiles(problem, unit) if several_tiles else [0]
     else:
         blocks = [size for size in (512, 1024) if several_tiles and size < problem.k]
         panel = Packing.of(unit.compute, problem.b.dtype, nr).nbytes(nr, problem.k)
-        if unit.isa == "amx":
-            sizes = _k_blocks_for_tiles(problem, unit) if several_tiles else [0]
-        elif problem.m > _WHOLE_PANEL_ROWS and 2 * panel <= _l2_bytes(target):
-            sizes = [0, *blocks]
-        else:
-            sizes = [*blocks, 0]
+        holds_two = 2 * panel <= _l2_bytes(target)
+        sizes = [0, *blocks] if problem.m > _WHOLE_PANEL_ROWS and holds_two else [*blocks, 0]
     group = problem.b.quant.group if problem.b.quant is not None else None
     if group is None or group >= problem.k:
         return sizes
