@@ -1,4 +1,5 @@
-"""Compare products with what surrounds them, each compiled alone: a bias and gelu, SwiGLU, a residual, a norm in front.
+"""Compare products with what surrounds them, each compiled alone: a bias and gelu, SwiGLU, a residual, an RMS norm in
+front (``norm``), or a layer norm.
 
     python benchmarks/fused.py                         Llama's weights, decode sizes and one prefill
     python benchmarks/fused.py --forms norm --m 1,16 --peers compile,max-autotune,gemmtune
@@ -46,10 +47,13 @@ class Block(nn.Module):
         count = 2 if form == "swiglu" else 1
         self.weights = nn.ParameterList(torch.randn(n, k) * k**-0.5 for _ in range(count))
         self.bias, self.gain = nn.Parameter(torch.randn(n)), nn.Parameter(torch.rand(k) + 0.5)
+        self.shift = nn.Parameter(torch.randn(k))  # a layer norm's bias
 
     def forward(self, x: Tensor, residual: Tensor) -> Tensor:
         if self.form == "norm":
             x = F.rms_norm(x, x.shape[-1:], self.gain, 1e-5)
+        elif self.form == "layer-norm":
+            x = F.layer_norm(x, x.shape[-1:], self.gain, self.shift, 1e-5)
         y = F.linear(x, self.weights[0], self.bias if self.form == "bias-gelu" else None)
         if self.form == "bias-gelu":
             return F.gelu(y)
@@ -58,7 +62,7 @@ class Block(nn.Module):
         return y + residual if self.form == "residual" else y
 
 
-FORMS = ("bias-gelu", "swiglu", "residual", "norm")
+FORMS = ("bias-gelu", "swiglu", "residual", "norm", "layer-norm")
 
 
 class Blocks(nn.Module):

@@ -89,11 +89,12 @@ def test_floating_point_products_match_the_oracle(dtype: str, name: str, m: int)
 
 @pytest.mark.parametrize("gain", ["bfloat16", "float32"])
 @pytest.mark.parametrize("m", [1, 6])
-def test_products_of_normalised_rows_match_the_oracle(m: int, gain: str) -> None:
-    norm = Step("rms_norm", "inner", gain, value=1e-5)
+@pytest.mark.parametrize("kinds", [("rms_norm",), ("layer_norm",), ("layer_norm", "norm_bias")], ids="+".join)
+def test_products_of_normalised_rows_match_the_oracle(m: int, gain: str, kinds: tuple[Kind, ...]) -> None:
+    norm = tuple(Step(kind, "inner", gain, value=1.0 if kind == "norm_bias" else 1e-5) for kind in kinds)
     # 64 elements of K: with other sizes, oneDNN's AMX products read beyond a row, so that a NaN spoils the row before.
     for problem in (linear_problem(m, 24, 64, "bfloat16"), weight_only_problem(m, 24, 64)):
-        normed = replace(problem, epilogue=(norm, Step("bias", "col", "bfloat16"), Step("gelu")))
+        normed = replace(problem, epilogue=(*norm, Step("bias", "col", "bfloat16"), Step("gelu")))
         plain, kernels = load_kernels(normed.without_norm()), load_kernels(normed)
         assert [kernel.candidate for kernel in kernels] == [kernel.candidate for kernel in plain]
         assert [kernel.packing for kernel in kernels] == [kernel.packing for kernel in plain]

@@ -124,6 +124,8 @@ STEPS = (
     Step("bias", "col", "bfloat16"), Step("gelu_tanh"), Step("mul", "full", "bfloat16"), Step("clamp", lo=-1.0, hi=2.0),
 )  # fmt: skip
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+LAYER_NORM = Step("layer_norm", "inner", "bfloat16", value=1e-5)
+NORM_BIAS = Step("norm_bias", "inner", "bfloat16")
 CASES: dict[str, tuple[Problem, dict[str, int]]] = {
     "bf16, odd sizes": (build(3, 37, 200, "bf16"), {}),
     "fp16, an epilogue": (
@@ -157,6 +159,25 @@ CASES: dict[str, tuple[Problem, dict[str, int]]] = {
     ),
     "a norm in front of int8 weights in groups": (
         replace(weight_only_problem(9, 24, 256, group=128, zero_point=True), epilogue=(NORM,)), {"bn": 16},
+    ),
+    "a layer norm in front": (replace(build(3, 37, 200, "bf16"), epilogue=(LAYER_NORM, NORM_BIAS)), {}),
+    "a layer norm in front, without a bias, of a row": (replace(build(1, 37, 264, "bf16"), epilogue=(LAYER_NORM,)), {}),
+    "a layer norm in front, two tiles of rows, a cluster": (
+        replace(build(11, 50, 264, "bf16"), epilogue=(LAYER_NORM, NORM_BIAS, *STEPS)),
+        {"side": 2, "depth": 2, "split": 2},
+    ),
+    "a layer norm in front, more rows than warps": (
+        replace(build(16, 40, 264, "bf16"), epilogue=(LAYER_NORM, NORM_BIAS, Step("gelu"))), {"warps": 4},
+    ),
+    "a layer norm in front of int8 weights, and a gate": (
+        replace(weight_only_problem(2, 70, 272), epilogue=(LAYER_NORM, NORM_BIAS, Step("geglu_tanh"))), {"bn": 16},
+    ),
+    "a layer norm in front of int8 weights in groups": (
+        replace(weight_only_problem(9, 24, 256, group=128, zero_point=True), epilogue=(LAYER_NORM, NORM_BIAS)),
+        {"bn": 16},
+    ),
+    "a layer norm in front of int4 weights": (
+        replace(weight_only_problem(3, 40, 512, bits=4, group=128), epilogue=(LAYER_NORM, NORM_BIAS)), {},
     ),
     "a gate": (replace(build(3, 38, 200, "bf16"), epilogue=(Step("swiglu"),)), {}),
     "a gate of biased columns, two tiles of rows, a cluster": (

@@ -6,6 +6,7 @@ truncates to it instead of rounding: float16 replaces bfloat16 here, and tests/g
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -23,9 +24,9 @@ from gemmtune.backends.triton import kernels
 from gemmtune.backends.triton.compiler import make_spec
 from gemmtune.backends.triton.conversion import Conversion
 from gemmtune.backends.triton.pointwise import pointwise_of
-from gemmtune.backends.triton.rms_norm import RmsNorm
+from gemmtune.backends.triton.row_norm import RowNorm
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.epilogue import GATES, Step
+from gemmtune.core.epilogue import GATES, Epilogue, Step
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import bmm_problem, build, fp8_problem, int_problem, weight_only_problem
@@ -193,7 +194,7 @@ def main() -> None:
             run(problem, tiled(swap=swap), inputs, out)
             assert torch.equal(out, expected), f"{problem.out_dtype}: {out} {expected}"
             count += 1
-    count += check_pointwise() + check_rms_norm() + check_conversion()
+    count += check_pointwise() + check_row_norm() + check_conversion()
     print(f"{count} problems right")
 
 
@@ -228,17 +229,20 @@ def check_pointwise() -> int:
     return len(epilogues)
 
 
-def check_rms_norm() -> int:
-    """Compare the kernel of a norm with ATen's operator. Return the number of shapes."""
+def check_row_norm() -> int:
+    """Compare the kernels of norms with ATen's operators. Return the number of comparisons."""
     shapes = ((1, 20), (3, 1000), (5, 4096), (2, 5000))
+    norm, bias = Step("layer_norm", "inner", "float32", value=1e-3), Step("norm_bias", "inner", "float32")
+    norms: list[Epilogue] = [(Step("rms_norm", "inner", "float32", value=1e-3),), (norm,), (norm, bias)]
     generator = torch.Generator().manual_seed(1)
-    for m, k in shapes:
-        a = torch.randn(m, k + 3, generator=generator).half()[:, :k]  # rows that are not next to one another
-        weight, out = torch.randn(k, generator=generator), torch.full((m, k), 77.0, dtype=torch.float16)
-        RmsNorm(1e-3).launch(a, weight, out)
-        expected = normalize_rows(a, Step("rms_norm", "inner", "float32", value=1e-3), weight)
-        assert torch.allclose(out.float(), expected.float(), atol=2e-3, rtol=2e-3), (m, k)
-    return len(shapes)
+    for (m, k), steps in itertools.product(shapes, norms):
+        a = (torch.randn(m, k + 3, generator=generator) + 0.7).half()[:, :k]  # rows that are not next to one another
+        tensors = [torch.randn(k, generator=generator) for _ in steps]
+        out = torch.full((m, k), 77.0, dtype=torch.float16)
+        RowNorm(steps[0].kind, 1e-3).launch(a, tensors, out)
+        expected = normalize_rows(a, steps, tensors)
+        assert torch.allclose(out.float(), expected.float(), atol=2e-3, rtol=2e-3), (m, k, steps)
+    return len(shapes) * len(norms)
 
 
 def check_conversion() -> int:

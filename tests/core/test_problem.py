@@ -11,6 +11,7 @@ from gemmtune.core.problem import Problem, plan_keys_of
 from gemmtune.core.workloads import bmm_problem, build, int_problem, weight_only_problem
 
 NORM, GELU = Step("rms_norm", "inner", "bfloat16", value=1e-6), Step("gelu")
+LAYER_NORM, NORM_BIAS = Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16")
 
 
 @pytest.mark.parametrize("problem", [build(2, 24, 32, "bf16"), weight_only_problem(2, 24, 32)])
@@ -21,6 +22,17 @@ def test_norm_is_part_of_the_key_and_of_the_stored_data(problem: Problem) -> Non
     assert Problem.from_dict(normed.to_dict()) == normed
     assert normed.norm == NORM
     assert normed.without_norm() == replace(problem, epilogue=(GELU,))
+
+
+def test_layer_norm_has_a_step_for_its_bias() -> None:
+    norm, bias = LAYER_NORM, NORM_BIAS
+    plain = replace(build(2, 24, 32, "bf16"), epilogue=(GELU,))
+    for steps in ((norm,), (norm, bias)):
+        normed = replace(plain, epilogue=(*steps, GELU))
+        assert (normed.norm, normed.norm_steps, normed.without_norm()) == (norm, steps, plain)
+        assert Problem.from_dict(normed.to_dict()) == normed
+    assert normed.key.endswith("layer_norm.inner.bfloat16*1e-05;norm_bias.inner.bfloat16;gelu")
+    assert (plain.norm_steps, plain.without_norm()) == ((), plain)
 
 
 def test_output_of_a_gate_has_half_the_columns() -> None:
@@ -56,10 +68,16 @@ def test_problem_without_a_norm_is_returned_unchanged() -> None:
     ("problem", "epilogue", "message"),
     [
         (build(2, 24, 32, "bf16"), (GELU, NORM), "the first step"),
-        (build(2, 24, 32, "bf16"), (NORM, NORM), "the only one"),
+        (build(2, 24, 32, "bf16"), (NORM, NORM), "the only norm"),
+        (build(2, 24, 32, "bf16"), (NORM_BIAS,), "may only follow it"),
+        (build(2, 24, 32, "bf16"), (NORM, NORM_BIAS), "belongs to a layer_norm; got one behind rms_norm"),
+        (build(2, 24, 32, "bf16"), (LAYER_NORM, GELU, NORM_BIAS), "may only follow it"),
+        (build(2, 24, 32, "bf16"), (LAYER_NORM, replace(NORM_BIAS, value=2.0)), "has no factor; got 2.0"),
+        (build(2, 24, 32, "bf16"), (LAYER_NORM, replace(NORM_BIAS, axis="col")), "got axes 'inner', 'col'"),
+        (bmm_problem(3, 2, 24, 32, "bfloat16"), (NORM,), "activations of bmm"),
         (int_problem(2, 24, 32), (NORM,), "int8 activations of int_mm"),
-        (build(2, 24, 32, "bf16"), (replace(NORM, axis="col"),), "axis 'col'"),
-        (build(2, 24, 32, "bf16"), (replace(NORM, dtype=None),), "dtype None"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, axis="col"),), "axes 'col'"),
+        (build(2, 24, 32, "bf16"), (replace(NORM, dtype=None),), "dtypes None"),
         (build(2, 24, 32, "bf16"), (replace(NORM, value=-1.0),), "got -1.0"),
         (build(2, 24, 32, "bf16"), (replace(NORM, value=float("nan")),), "got nan"),
     ],

@@ -38,6 +38,16 @@ def test_norm_is_computed_in_front_of_the_product() -> None:
     torch.testing.assert_close(result, normed @ inputs.b + inputs.aux[1])
 
 
+def test_layer_norm_is_computed_in_front_of_the_product() -> None:
+    norm = (Step("layer_norm", "inner", "float32", value=1e-5), Step("norm_bias", "inner", "float32"))
+    problem = replace(build(3, 24, 32, "fp32"), epilogue=(*norm, Step("bias", "col", "float32")))
+    inputs = make_inputs(problem, 0)
+    assert isinstance(inputs.b, Tensor)
+    result = fallback.run_fallback(Call(problem, inputs.a, inputs.b, inputs.aux, (3, 24)))
+    normed = torch.nn.functional.layer_norm(inputs.a, (32,), inputs.aux[0], inputs.aux[1], 1e-5)
+    torch.testing.assert_close(result, normed @ inputs.b + inputs.aux[2])
+
+
 @pytest.mark.parametrize("dtype", [torch.int8, torch.uint8])
 def test_integer_products_are_exact_where_torch_takes_int8_only(
     dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch

@@ -47,6 +47,8 @@ def cases() -> Iterator[tuple[Problem, str, dict[str, int]]]:
     yield (
         replace(weight_only_problem(9, 1096, 2064), epilogue=(norm, Step("swiglu"))), "cuda/skinny", {"split": 1}
     )  # fmt: skip
+    layer_norm = (Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16"))
+    yield replace(build(5, 1096, 1032, "bf16"), epilogue=layer_norm), "cuda/skinny", {"split": 2}
     yield build(100, 1096, 1032, "bf16"), "cuda/slab", {"cluster": 1, "split": 1}
     yield (
         replace(build(100, 1101, 1032, "bf16"), epilogue=(Step("bias", "col", "bfloat16"),)),

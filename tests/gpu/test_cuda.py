@@ -26,6 +26,7 @@ from helpers.gpu_kernels import build_all, check_random_problems, check_repeats,
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("own_artifacts")]
 
 NORM = Step("rms_norm", "inner", "bfloat16", value=1e-5)
+LAYER_NORM = (Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16"))
 PROBLEMS = {
     "bf16": build(3, 1100, 2080, "bf16"),
     "fp16": build(16, 200, 1032, "fp16"),
@@ -47,6 +48,13 @@ PROBLEMS = {
         build(12, 1100, 2048, "bf16"), epilogue=(NORM, Step("silu"), Step("mul", "full", "bfloat16"))
     ),
     "norm int8wo": replace(weight_only_problem(5, 1100, 2064), epilogue=(NORM,)),
+    "layer norm": replace(build(1, 1100, 2080, "bf16"), epilogue=LAYER_NORM),
+    "layer norm, epilogue": replace(
+        build(12, 1100, 2048, "bf16"), epilogue=(*LAYER_NORM, Step("gelu"), Step("mul", "full", "bfloat16"))
+    ),
+    "layer norm, no bias": replace(build(27, 1100, 2080, "bf16"), epilogue=LAYER_NORM[:1]),
+    "layer norm int8wo": replace(weight_only_problem(5, 1100, 2064), epilogue=(*LAYER_NORM, Step("swiglu"))),
+    "layer norm int4wo": replace(weight_only_problem(16, 1100, 2048, bits=4, group=128), epilogue=LAYER_NORM),
     "gate": replace(build(3, 1100, 2080, "bf16"), epilogue=(Step("swiglu"),)),
     "norm, gate int8wo": replace(weight_only_problem(9, 1100, 2064), epilogue=(NORM, Step("swiglu"))),
     "gate fp8": replace(fp8_problem(5, 1100, 2048), epilogue=(*fp8_problem(5, 1100, 2048).epilogue, Step("geglu"))),
@@ -79,6 +87,7 @@ PROBLEMS = {
 }
 
 
+_LAYER_NORMS = ("layer norm", "layer norm, epilogue", "layer norm int8wo", "layer norm int4wo")
 _SLABS = ("slab bf16", "slab int8", "slab fp8", "slab bf16, few rows", "slab fp8, few rows")
 
 
@@ -131,7 +140,9 @@ def test_slabs_with_norms_and_gates_are_correct_and_repeatable_at_every_m(name: 
 
 
 @pytest.mark.parametrize("split", [1, 2])
-@pytest.mark.parametrize("name", ["bf16", "int8", "fp8", "int8wo", "int4wo", "norm", "norm, gate int8wo"])
+@pytest.mark.parametrize(
+    "name", ["bf16", "int8", "fp8", "int8wo", "int4wo", "norm", "norm, gate int8wo", *_LAYER_NORMS]
+)
 def test_skinny_kernels_are_correct_and_repeatable_at_every_m(name: str, split: int) -> None:
     """More rows than the tuned M take more tiles."""
     problem = PROBLEMS[name]

@@ -41,13 +41,18 @@ def test_result_is_copied_into_a_part_of_a_buffer_and_into_another_layout() -> N
     assert torch.equal(out, torch.arange(12.0).view(4, 3).t())
 
 
+RMS_NORM = (Step("rms_norm", "inner", "bfloat16", value=1e-5),)
+LAYER_NORM = (Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16"))
+
+
+@pytest.mark.parametrize("norm", [RMS_NORM, LAYER_NORM], ids=["RMS norm", "layer norm"])
 @pytest.mark.parametrize("steps", [(Step("silu"),), (Step("swiglu"),)], ids=lambda steps: steps[0].kind)
 def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
-    steps: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    steps: tuple[Step, ...], norm: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The plan of the product with them serves its M, and the plan of the product without them the others."""
-    norm, target = Step("rms_norm", "inner", "bfloat16", value=1e-5), current_target()
-    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(norm, *steps))
+    target = current_target()
+    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(*norm, *steps))
     alone = problem.without_norm().without_gate()
     own_store.put_plan(target, make_legal_plan(problem, target))  # for M from 1 to 64
     plan = make_legal_plan(alone, target)
@@ -57,12 +62,14 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
     asked: list[Problem] = []
     monkeypatch.setattr(RUNTIME, "kernel_for", lambda problem, *_: asked.append(problem))
     site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json())
-    x, gain = torch.randn(200, 64).bfloat16(), torch.rand(64).bfloat16()
+    x, gain, shift = torch.randn(200, 64).bfloat16(), torch.rand(64).bfloat16(), torch.randn(64).bfloat16()
     first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))
     for m in (64, 65, 128, 65, 200):
         rows, out = x[:m], torch.empty(m, problem.columns, dtype=torch.bfloat16)
-        site(rows, first, second, gain, out=out)
-        a, b = (F.linear(F.rms_norm(rows, (64,), gain, 1e-5), w).float() for w in (first, second))
+        site(rows, first, second, *(gain, shift)[: len(norm)], out=out)
+        normed = F.rms_norm(rows, (64,), gain, 1e-5)
+        normed = normed if len(norm) == 1 else F.layer_norm(rows, (64,), gain, shift, 1e-5)
+        a, b = (F.linear(normed, w).float() for w in (first, second))
         expected = F.silu(a) * b if steps[0].kind == "swiglu" else F.silu(torch.cat([a, b], 1))
         torch.testing.assert_close(out, expected.bfloat16())
     assert [(p.m, p.epilogue) for p in asked] == [

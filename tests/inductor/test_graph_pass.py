@@ -207,6 +207,7 @@ def test_integer_product_is_scaled_by_rows_and_columns(monkeypatch: pytest.Monke
 
 
 GAIN = torch.rand(64, generator=GENERATOR).bfloat16() + 0.5
+SHIFT = torch.randn(64, generator=GENERATOR).bfloat16()
 
 
 def model_norm(x: Tensor, gain: Tensor) -> Tensor:
@@ -219,6 +220,14 @@ def torch_norm(x: Tensor, gain: Tensor) -> Tensor:
     """Return what Inductor makes of torch.nn.functional.rms_norm, which rounds at its end."""
     wide = x.float()
     return (wide * torch.rsqrt((wide * wide).mean(-1, keepdim=True) + 1e-5) * gain).to(x.dtype)
+
+
+def layer_norm(x: Tensor, gain: Tensor, shift: Tensor | None = None) -> Tensor:
+    """Return what Inductor makes of torch.nn.functional.layer_norm."""
+    wide = x.float()
+    variance, mean = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    scaled = (wide - mean) * torch.rsqrt(variance + 1e-5) * gain
+    return (scaled if shift is None else scaled + shift).to(x.dtype)
 
 
 def prefer_norms(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,6 +251,54 @@ def test_product_computes_the_norm_in_front_of_it(
     assert steps_of(node) == ["rms_norm"]
     assert torch.ops.aten.rsqrt.default not in {node.target for node in module.graph.nodes}
     assert_same(module, block, rows, W, V, GAIN)
+
+
+@pytest.mark.parametrize("biased", [True, False])
+@pytest.mark.parametrize("norm", [layer_norm, lambda x, gain, shift: F.layer_norm(x, (64,), gain, shift)])
+@pytest.mark.parametrize("rows", [X, WIDE], ids=["matrix", "batch"])
+def test_product_computes_the_layer_norm_in_front_of_it(
+    biased: bool, norm: Callable[..., Tensor], rows: Tensor, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, b: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+        return F.linear(norm(x, gain, shift if biased else None), w, b)
+
+    args = (rows, W, BIAS, GAIN, SHIFT)
+    module = trace(block, *args)
+    (node,) = run_pass(monkeypatch, module, constants=range(1, 5))
+    assert steps_of(node) == ["layer_norm", *(["norm_bias"] if biased else []), "bias"]
+    assert torch.ops.aten.rsqrt.default not in {node.target for node in module.graph.nodes}
+    assert_same(module, block, *args)
+
+
+def test_layer_norm_in_front_of_int8_weights_that_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The scales of the columns, which are merged, follow both tensors of the norm."""
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, s: Tensor, t: Tensor, gain: Tensor, shift: Tensor) -> Tensor:
+        h = layer_norm(x, gain, shift)
+        return torch.cat([F.linear(h, w.to(x.dtype)) * s, F.linear(h, v.to(x.dtype)) * t], -1)
+
+    args = (X, INT8, INT8_V, SCALE, SCALE_V, GAIN, SHIFT)
+    module = trace(block, *args)
+    (node,) = run_pass(monkeypatch, module, constants=range(1, 7))
+    assert steps_of(node) == ["layer_norm", "norm_bias"]
+    assert_same(module, block, *args)
+
+
+def test_layer_norm_in_front_of_biased_products_that_are_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer_norms(monkeypatch)
+
+    def block(x: Tensor, w: Tensor, v: Tensor, b: Tensor, c: Tensor, gain: Tensor, shift: Tensor) -> Any:
+        h = layer_norm(x, gain, shift)
+        return F.linear(h, w, b), F.linear(h, v, c)
+
+    args = (WIDE, W, V, BIAS, BIAS_V, GAIN, SHIFT)
+    module = trace(block, *args)
+    (node,) = run_pass(monkeypatch, module, constants=range(1, 7))
+    assert steps_of(node) == ["layer_norm", "norm_bias", "bias"]
+    assert_same(module, block, *args)
 
 
 def test_norm_between_two_products_is_computed_by_the_second(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -448,20 +505,45 @@ def weight_of_another_dtype(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
     return F.linear(model_norm(x, gain.float()).bfloat16(), w)
 
 
+def centered_by_another_mean(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    wide = x.float()
+    variance, _ = torch.var_mean(wide, -1, correction=0, keepdim=True)
+    _, mean = torch.var_mean(wide * 2.0, -1, correction=0, keepdim=True)
+    return F.linear(((wide - mean) * torch.rsqrt(variance + 1e-5) * gain).to(x.dtype), w)
+
+
+def variance_of_a_sample(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    wide = x.float()
+    variance, mean = torch.var_mean(wide, -1, correction=1, keepdim=True)
+    return F.linear(((wide - mean) * torch.rsqrt(variance + 1e-5) * gain).to(x.dtype), w)
+
+
+def bias_of_rows(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    return F.linear(layer_norm(x, gain, x), w)
+
+
+def rms_norm_with_a_bias(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
+    return F.linear(torch_norm(x, gain) + gain, w)
+
+
 def mean_of_columns(x: Tensor, w: Tensor, gain: Tensor) -> Tensor:
     wide = x.float()
     return F.linear((wide * torch.rsqrt(wide.pow(2).mean(0, keepdim=True) + 1e-5)).to(x.dtype) * gain, w)
 
 
 @pytest.mark.parametrize(
-    "block", [result_read_twice, rows_not_in_memory, weight_of_another_dtype, mean_of_columns],
+    "block",
+    [
+        result_read_twice, rows_not_in_memory, weight_of_another_dtype, mean_of_columns, centered_by_another_mean,
+        variance_of_a_sample, bias_of_rows, rms_norm_with_a_bias,
+    ],
     ids=lambda function: function.__name__,
 )  # fmt: skip
 def test_norm_stays_inductors(block: Callable[..., Tensor], monkeypatch: pytest.MonkeyPatch) -> None:
     prefer_norms(monkeypatch)
     module = trace(block, X, SQUARE, GAIN)
     (node,) = run_pass(monkeypatch, module, constants=(1, 2))
-    assert "rms_norm" not in steps_of(node)
+    assert not {"rms_norm", "layer_norm"}.intersection(steps_of(node))
     assert_same(module, block, X, SQUARE, GAIN)
 
 
@@ -580,6 +662,7 @@ OPERATIONS: list[Operation] = [
     lambda x, w, v, r: torch.softmax(x, -1) @ w.t(),
     lambda x, w, v, r: torch.cat([F.linear(x, w[:8]), F.linear(x, w[8:])], -1),
     lambda x, w, v, r: model_norm(x, r[1]),
+    lambda x, w, v, r: F.linear(layer_norm(x, r[1], r[0]), w, r[0]),
     lambda x, w, v, r: x + F.linear(torch_norm(x, r[1]), w, r[0]),
     lambda x, w, v, r: F.linear(F.silu(F.linear(x, w)) * F.linear(x, v), w),
     lambda x, w, v, r: F.linear(F.gelu(F.linear(h := model_norm(x, r[1]), w)) * F.linear(h, v), w),

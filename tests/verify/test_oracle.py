@@ -67,6 +67,58 @@ def test_norm_in_front_of_a_product() -> None:
     torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
 
 
+LAYER_NORM = (Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16"))
+
+
+@pytest.mark.parametrize("steps", [LAYER_NORM, LAYER_NORM[:1]], ids=["biased", "no bias"])
+def test_layer_norm_in_front_of_a_product(steps: tuple[Step, ...]) -> None:
+    problem = float_problem(4, 6, 33, "bfloat16", (*steps, Step("bias", "col", "bfloat16")))
+    inputs = make_inputs(problem, 1)
+    a, tensors = inputs.a.double(), [t.double() for t in inputs.aux]
+    assert isinstance(inputs.b, torch.Tensor)
+    shift = tensors[1] if len(steps) > 1 else None
+    normed = torch.nn.functional.layer_norm(a, (33,), tensors[0], shift, 1e-5)
+    expected = normed @ inputs.b.double() + tensors[-1]
+    torch.testing.assert_close(reference(problem, inputs.a, inputs.b, inputs.aux).value, expected)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ("nothing", False), ("no mean", True), ("no gain", True), ("no bias", True), ("no eps", True),
+        ("half of the row", True),
+    ],
+)  # fmt: skip
+def test_wrong_layer_norms_are_outside_of_the_bound(wrong: str, found: bool) -> None:
+    problem = replace(float_problem(5, 48, 512, "bfloat16", LAYER_NORM), b=Operand("bfloat16", Layout("col"), True))
+
+    def run(inputs: Inputs, out: torch.Tensor) -> None:
+        a, gain, bias = (t.float() for t in (inputs.a, *inputs.aux))
+        assert isinstance(inputs.b, torch.Tensor)
+        used = a[:, ::2] if wrong == "half of the row" else a
+        mean = 0.0 if wrong == "no mean" else used.mean(1, keepdim=True)
+        eps = 0.0 if wrong == "no eps" else 1e-5
+        normed = (a - mean) * torch.rsqrt((used - mean).square().mean(1, keepdim=True) + eps)
+        normed = normed * (1.0 if wrong == "no gain" else gain) + (0.0 if wrong == "no bias" else bias)
+        out.copy_(normed.bfloat16().float() @ inputs.b.float())
+
+    verdict = verify(run, problem, make_reference_cases(problem, 0), time_limit_s=0.0)
+    assert verdict.ok != found, verdict.detail
+
+
+def test_layer_norm_of_rows_far_from_zero_is_within_the_bound() -> None:
+    """A mean in float32 has an error that is large beside the row's small differences."""
+    problem = float_problem(4, 24, 256, "float32", (replace(LAYER_NORM[0], dtype="float32"),))
+    inputs = make_inputs(problem, 1)
+    a = inputs.a * 1e-3 + 1000.0
+    assert isinstance(inputs.b, torch.Tensor)
+    exact = reference(problem, a, inputs.b, inputs.aux)
+    result = torch.nn.functional.layer_norm(a, (256,), inputs.aux[0], None, 1e-5) @ inputs.b
+    error = (result.double() - exact.value).abs()
+    assert (error > 1e-4).any()
+    assert (error <= exact.magnitude * exact.unit).all()
+
+
 @pytest.mark.parametrize(
     ("wrong", "found"),
     [("nothing", False), ("no gain", True), ("no factor", True), ("no eps", True), ("a last element", True)],

@@ -4,9 +4,9 @@ An Epilogue is a tuple of Steps that are applied to the accumulator in order. Th
 products it is int32 and becomes float32 at the first step that needs it. Steps are plain data. Their tensors are passed
 separately, in the order of the steps that take one (``Step.takes_tensor``).
 
-A norm of A's rows in front of the product is the first Step (``norm_of``). It is listed here, and not beside the
-operand, because its weight is passed with the other Steps' tensors, and because kernels may apply a row's factor to the
-accumulator.
+A norm of A's rows in front of the product is the first Step (``norm_of``); a layer norm's bias is the second. They are
+listed here, and not beside the operand, because their tensors are passed with those of the other Steps, and because
+kernels may apply a row's factor to the accumulator.
 
 Integers stay exact through relu, clamp to integer bounds, bias, add and mul of integer tensors (times an integer
 ``value``), and casts to integer dtypes: intermediate results may exceed int32, and the output saturates. A conversion
@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from typing import Literal
 
 Kind = Literal[
-    "scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast", "rms_norm", "swiglu", "geglu",
-    "geglu_tanh",
+    "scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast", "rms_norm", "layer_norm",
+    "norm_bias", "swiglu", "geglu", "geglu_tanh",
 ]  # fmt: skip
 Axis = Literal["tensor", "row", "col", "full", "inner"]
 
-_WITH_TENSOR = ("scale", "bias", "add", "mul", "rms_norm")
+NORMS: tuple[Kind, ...] = ("rms_norm", "layer_norm")
+_WITH_TENSOR = ("scale", "bias", "add", "mul", "norm_bias", *NORMS)
 _ACTIVATIONS = ("relu", "gelu", "gelu_tanh", "silu")
 GATES: dict[Kind, Kind] = {"swiglu": "silu", "geglu": "gelu", "geglu_tanh": "gelu_tanh"}  # the activation of the gate
 
@@ -44,6 +45,10 @@ class Step:
       - ``rms_norm``: the first step only, with ``axis="inner"``: the product is that of the normalised rows of A,
         ``a[m, k] * t[k] / sqrt(mean over k of a[m, k]**2 + value)`` (``torch.nn.functional.rms_norm``; Zhang and
         Sennrich 2019, "Root mean square layer normalization").
+      - ``layer_norm``: the same for ``(a[m, k] - mean) * t[k] / sqrt(variance + value)``, where mean and variance
+        (divided by K) are those of row m (``torch.nn.functional.layer_norm``; Ba, Kiros and Hinton 2016, "Layer
+        normalization").
+      - ``norm_bias``: behind ``layer_norm`` only, with ``axis="inner"``: ``+ t[k]`` for each normalised element.
       - ``swiglu``, ``geglu``, ``geglu_tanh``: the last step only: the left half of the columns (the gate), through
         silu, gelu or gelu_tanh, times the right half. The output has N / 2 columns (Shazeer 2020, "GLU variants improve
         transformer").
@@ -88,7 +93,15 @@ def epilogue_key(epilogue: Epilogue) -> str:
 
 def norm_of(epilogue: Epilogue) -> Step | None:
     """Return the step that normalises A's rows; None for an epilogue without one."""
-    return epilogue[0] if epilogue and epilogue[0].kind == "rms_norm" else None
+    return epilogue[0] if epilogue and epilogue[0].kind in NORMS else None
+
+
+def norm_steps_of(epilogue: Epilogue) -> Epilogue:
+    """Return the first steps, which normalise A's rows: the norm and its bias. Each takes a tensor [K]. Empty without a
+    norm."""
+    if norm_of(epilogue) is None:
+        return ()
+    return epilogue[: 2 if len(epilogue) > 1 and epilogue[1].kind == "norm_bias" else 1]
 
 
 def gate_of(epilogue: Epilogue) -> Step | None:

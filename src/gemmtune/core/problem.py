@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from . import plugins
-from .epilogue import GATES, Epilogue, Step, epilogue_key, gate_of, norm_of
+from .epilogue import GATES, NORMS, Epilogue, Step, epilogue_key, gate_of, norm_of, norm_steps_of
 
 Order = Literal["row", "col", "strided"]
 Dim = Literal["m", "batch"]
@@ -161,23 +161,32 @@ class Problem:
             if not isinstance(size, int) or isinstance(size, bool) or size < 0:
                 raise ValueError(f"{name} must be a non-negative int; got {size!r}")
         for step in self.epilogue:
-            if step.kind == "rms_norm":
+            if step.kind in NORMS or step.kind == "norm_bias":
                 self._check_norm()
             elif step.kind in GATES:
                 self._check_gate()
         object.__setattr__(self, "_key", f"{self._head()}m{self.m}{self._tail()}")
 
     def _check_norm(self) -> None:
-        norm = norm_of(self.epilogue)
-        if norm is None or sum(step.kind == "rms_norm" for step in self.epilogue) > 1:
-            raise ValueError("rms_norm must be the first step of an epilogue, and the only one of its kind")
-        if norm.axis != "inner" or norm.dtype is None or self.family not in _NORMED or bits(self.a.dtype) < 16:
+        norm, steps = norm_of(self.epilogue), norm_steps_of(self.epilogue)
+        if norm is None or any(step.kind in NORMS or step.kind == "norm_bias" for step in self.epilogue[len(steps) :]):
             raise ValueError(
-                f"rms_norm takes a weight of axis 'inner' and floating activations of {' or '.join(_NORMED)}; got axis "
-                f"{norm.axis!r}, dtype {norm.dtype}, and {self.a.dtype} activations of {self.family}"
+                f"a norm ({' or '.join(NORMS)}) must be the first step of an epilogue, and the only norm; norm_bias "
+                "may only follow it"
+            )
+        if len(steps) > 1 and norm.kind != "layer_norm":
+            raise ValueError(f"norm_bias belongs to a layer_norm; got one behind {norm.kind}")
+        is_inner = all(step.axis == "inner" and step.dtype is not None for step in steps)
+        if not is_inner or self.family not in _NORMED or bits(self.a.dtype) < 16:
+            raise ValueError(
+                f"{norm.kind} takes a weight (and norm_bias a bias) of axis 'inner' and floating activations of "
+                f"{' or '.join(_NORMED)}; got axes {', '.join(repr(step.axis) for step in steps)}, dtypes "
+                f"{', '.join(str(step.dtype) for step in steps)}, and {self.a.dtype} activations of {self.family}"
             )
         if not 0.0 <= norm.value < float("inf"):
-            raise ValueError(f"rms_norm needs a finite eps of 0 or more; got {norm.value!r}")
+            raise ValueError(f"{norm.kind} needs a finite eps of 0 or more; got {norm.value!r}")
+        if len(steps) > 1 and steps[1].value != 1.0:
+            raise ValueError(f"norm_bias has no factor; got {steps[1].value!r}")
 
     def _check_gate(self) -> None:
         if gate_of(self.epilogue) is None or sum(step.kind in GATES for step in self.epilogue) > 1:
@@ -239,9 +248,14 @@ class Problem:
         """The step that normalises A's rows before the product; None where there is none."""
         return norm_of(self.epilogue)
 
+    @property
+    def norm_steps(self) -> Epilogue:
+        """The steps that normalise A's rows, each with a tensor [K]: the norm and, of a layer norm, its bias."""
+        return norm_steps_of(self.epilogue)
+
     def without_norm(self) -> Problem:
         """Return the Problem of the normalised A; this Problem where no step normalises it."""
-        return self if self.norm is None else replace(self, epilogue=self.epilogue[1:])
+        return self if self.norm is None else replace(self, epilogue=self.epilogue[len(self.norm_steps) :])
 
     def without_gate(self) -> Problem:
         """Return the Problem of both halves of the columns; this Problem where no step multiplies them."""

@@ -54,10 +54,11 @@ def specialize_fallback(call: Call, product: FallbackProduct | None = None) -> F
     """Return a function of a, b and aux that computes Calls like this one. All that does not depend on the operands'
     values is decided here, once. product: computes the product without a norm and steps, for a b of a form that only
     the caller knows; None: by the Call's family."""
-    problem, shape, norm = call.problem, call.shape, call.problem.norm
-    if norm is not None:
-        behind = specialize_fallback(call._replace(problem=problem.without_norm(), aux=call.aux[1:]), product)
-        return lambda a, b, aux: behind(normalize_rows(a, norm, aux[0]), b, aux[1:])
+    problem, shape, norm = call.problem, call.shape, call.problem.norm_steps
+    if norm:
+        count = len(norm)
+        behind = specialize_fallback(call._replace(problem=problem.without_norm(), aux=call.aux[count:]), product)
+        return lambda a, b, aux: behind(normalize_rows(a, norm, aux[:count]), b, aux[count:])
     multiply, used = _product(call) if product is None else (product, 0)
     rest, taken = problem.epilogue[used:], tensor_count(problem.epilogue[:used])
     dtype, reshaped = dtype_of(problem.out_dtype), len(shape) != len(problem.out_shape)

@@ -130,14 +130,13 @@ class CallSite:
     def _run_simpler(self, simpler: CallSite) -> Run:
         """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate
         behind it: kernels of products compute these for few rows only."""
-        norm, gate = self.call.problem.norm, self.call.problem.gate
+        norm, gate = self.call.problem.norm_steps, self.call.problem.gate
         dtype, columns = self.call.problem.out_dtype, self.call.problem.n
         multiply_halves = None if gate is None else pointwise_of((gate,), dtype, dtype)
 
         def behind_norm(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
-            assert norm is not None
-            rows = normalize_rows_by_kernel(a, norm, aux[0])
-            simpler._run_for(out, rows, weights, aux[1:])(out, rows, weights, aux[1:])
+            rows, rest = normalize_rows_by_kernel(a, norm, aux[: len(norm)]), aux[len(norm) :]
+            simpler._run_for(out, rows, weights, rest)(out, rows, weights, rest)
 
         def before_gate(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             assert gate is not None
@@ -146,7 +145,7 @@ class CallSite:
             if multiply_halves is None or not multiply_halves.run(both, (), out):
                 out.copy_(apply_steps(both.float(), (gate,), ()))
 
-        return before_gate if norm is None else behind_norm
+        return behind_norm if norm else before_gate
 
     def _raw(self, weights: Sequence[Tensor]) -> Any:
         """Return b of the weights as they are, merged where there are several. ``int4pack``: the operands."""

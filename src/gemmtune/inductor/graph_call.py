@@ -57,10 +57,10 @@ class GraphCall(NamedTuple):
     def simpler(self) -> GraphCall | None:
         """The call without the norm in front of the product, or else without the gate behind it; None with neither."""
         problem, position = self.problem, self.aux_in_parts
-        if problem.norm is not None:  # whose weight is the first of the epilogue's tensors
-            return self._replace(
-                problem=problem.without_norm(), aux_in_parts=None if position is None else position - 1
-            )
+        if problem.norm is not None:
+            if position is not None:
+                position -= len(problem.norm_steps)  # whose tensors are the first of the epilogue
+            return self._replace(problem=problem.without_norm(), aux_in_parts=position)
         return None if problem.gate is None else self._replace(problem=problem.without_gate())
 
     def to_json(self) -> str:

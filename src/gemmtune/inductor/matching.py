@@ -104,7 +104,7 @@ class Product:
         if normed:
             problem = self.problem(length)
             assert self.norm is not None
-            return dataclasses.replace(problem, epilogue=(self.norm.step, *problem.epilogue))
+            return dataclasses.replace(problem, epilogue=(*self.norm.steps, *problem.epilogue))
         if length not in self._problems:
             value = value_of(self.end(length))
             assert value is not None
@@ -122,7 +122,7 @@ class Product:
         """Return the nodes of the tensors that the epilogue takes with the first ``length`` operations. normed: as for
         ``problem``."""
         chained = [link.aux for link in self.chain[self.fixed : length] if link.aux is not None]
-        first = (self.norm.weight,) if normed and self.norm is not None else ()
+        first = self.norm.tensors if normed and self.norm is not None else ()
         return (*first, *self.aux, *chained)
 
     def end(self, length: int) -> fx.Node:
@@ -171,7 +171,7 @@ def find_products(
 def _norm_of_rows(product: Product) -> Norm | None:
     """Return the norm whose normalised rows are those of a product's ``a``."""
     norm = find_norm(product.source)
-    return norm if norm is not None and list(sizes_of(norm.weight)) == list(sizes_of(product.a)[-1:]) else None
+    return norm if norm is not None and list(sizes_of(norm.tensors[0])) == list(sizes_of(product.a)[-1:]) else None
 
 
 def _is_empty(node: fx.Node) -> bool:

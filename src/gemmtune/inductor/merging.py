@@ -49,5 +49,5 @@ def merged_call(group: Sequence[Product], *, normed: bool = False) -> GraphCall:
     problem = first.problem(first.fixed, normed=normed)
     columns, in_parts = tuple(product.columns for product in group), first.aux_in_parts
     if in_parts is not None and normed:
-        in_parts += 1  # the norm's weight is the first of the tensors
+        in_parts += len(problem.norm_steps)  # whose tensors are the first
     return GraphCall(dataclasses.replace(problem, n=sum(columns)), first.form, columns, in_parts)

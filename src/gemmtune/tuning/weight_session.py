@@ -3,6 +3,7 @@ record."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import random
 import time
@@ -66,6 +67,9 @@ class WeightSession:
     ) -> None:
         # The worker's memory is limited by this Problem's operands: those of few rows are mostly the weight.
         self._problem = sizes.at(problem, VERIFIED_M if sizes.dim == "m" else sizes.last)
+        self._problem_at = functools.cache(
+            lambda m: sizes.at(problem, m)
+        )  # estimates of many kernels at each M ask for it
         self._plan_key = problem.plan_key_over(sizes.dim)
         self._target, self._store, self._worker = target, store, worker
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound
@@ -208,8 +212,9 @@ class WeightSession:
         """Return ``Backend.estimated_s`` of a kernel at M; None for a plugin's kernel that only the worker has
         loaded."""
         backend = _loaded_backend(kernel)
-        problem = self._sizes.at(self._problem, m)
-        return None if backend is None else backend.estimated_s(problem, kernel.candidate, self._target)
+        if backend is None:
+            return None
+        return backend.estimated_s(self._problem_at(m), kernel.candidate, self._target)
 
     def _code_paths(self, kernel: PoolKernel) -> Callable[[int], Hashable] | None:
         """Return ``Backend.code_paths`` of a kernel; None for a plugin's kernel that only the worker has loaded."""

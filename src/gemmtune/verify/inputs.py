@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..core.devices import CPU, is_host
-from ..core.epilogue import Step
+from ..core.epilogue import NORMS, Step
 from ..core.problem import Layout, Operand, Problem, Quant
 from ..core.target import Target
 from ..core.weights import QuantWeight
@@ -331,8 +331,10 @@ def _step_tensor(problem: Problem, step: Step, size: float, level: float, source
     full = logical_shape(problem, problem.m, problem.n)
     shapes = {"tensor": (1,), "row": (problem.m,), "col": (problem.n,), "full": full, "inner": (problem.k,)}
     shape = shapes[step.axis]
-    if step.kind == "rms_norm":
+    if step.kind in NORMS:
         values = source.uniform(shape) + 0.5
+    elif step.kind == "norm_bias":
+        values = source.normal(shape)
     elif step.kind == "scale":
         values = (source.uniform(shape) + 0.5) * (size / max(abs(step.value), 1e-30))
     elif step.kind == "mul":

@@ -133,7 +133,7 @@ def register(family: str, compute: Products) -> None:
 
 
 def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence[Tensor] = ()) -> tuple[Tensor, Tensor]:
-    """Compute (A @ B, |A| @ |B|). aux: the epilogue's tensors, of which only the weight of a norm is used.
+    """Compute (A @ B, |A| @ |B|). aux: the epilogue's tensors, of which only those of a norm are used.
 
     A @ B is float64, float32 beyond 10 GFLOP with many rows, or int64. |A| @ |B| is float32 and includes the term for
     flush-to-zero. ``a`` may have any number of rows: test cases that share B are stacked, so that B is converted once.
@@ -146,7 +146,7 @@ def products(problem: Problem, a: Tensor, b: Tensor | QuantWeight, aux: Sequence
         if not pairs:
             return _empty(problem, a.shape[1], a.device, batch=True)
         return torch.stack([p[0] for p in pairs]), torch.stack([p[1] for p in pairs])
-    return _product(problem, a, b) if problem.norm is None else _normed_product(problem, a, b, aux[0].detach())
+    return _product(problem, a, b) if problem.norm is None else _normed_product(problem, a, b, aux)
 
 
 def apply_epilogue(problem: Problem, acc: Tensor, magnitude: Tensor, aux: Sequence[Tensor]) -> Oracle:
@@ -231,32 +231,42 @@ def _product(problem: Problem, a: Tensor, b: Any) -> tuple[Tensor, Tensor]:
     return acc, magnitude
 
 
-def _normed_product(problem: Problem, a: Tensor, b: Any, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """Compute the product of A's normalised rows, and its error in units of ``error_unit``.
+def _normed_product(problem: Problem, a: Tensor, b: Any, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
+    """Compute the product of A's normalised rows, and its error in units of ``error_unit``. aux: begins with the norm's
+    weight, and the bias of a layer norm that has one.
 
     Kernels round the normalised rows, or A times the norm's weight, to A's dtype: twice at most for each element, by u
     each time. These errors are independent, so that their sum has a spread of the root of the products' sum of squares
-    (as in Higham and Mary's theorem, with the same lambda). The row's factor has the error of a sum of K squares.
-    Where float32 has no room for this sum, every result is accepted.
+    (as in Higham and Mary's theorem, with the same lambda). The row's factor has the error of a sum of K squares, the
+    mean that a layer norm subtracts that of a sum of K numbers, which all elements of the row share. Where float32 has
+    no room for the sum of squares, every result is accepted.
     """
-    norm = problem.norm
+    norm, tensors = problem.norm, [t.detach().double() for t in aux[: len(problem.norm_steps)]]
     assert norm is not None
-    wide, factor = a.double(), weight.double()
+    wide, factor = a.double(), tensors[0]
     total = wide.square().sum(1, keepdim=True)
-    mean = total / problem.k + norm.value
+    is_centered = norm.kind == "layer_norm"
+    centered = wide - wide.mean(1, keepdim=True) if is_centered else wide
+    mean = centered.square().sum(1, keepdim=True) / problem.k + norm.value
     scale = mean.rsqrt()
-    normed = wide * scale * factor
+    normed = centered * scale * factor
+    sizes = torch.nan_to_num(normed, 0.0, 0.0, 0.0).abs_()
+    if len(tensors) > 1:
+        normed = normed + tensors[1]
+        sizes += _finite_abs(tensors[1])
     acc, magnitude = _product(problem, normed, b)
     uncertain = ((total > 2.0**126) & total.isfinite()) | (mean < 2.0**-100)
     flushed = _SMALLEST_NORMAL * torch.nan_to_num(scale * factor.abs().max(), 0.0, 0.0, 0.0)
-    sizes, unit = torch.nan_to_num(normed, 0.0, 0.0, 0.0), error_unit(problem)
-    step = _block_columns(problem.k, a.device)
+    off_mean = torch.nan_to_num(wide.abs().mean(1, keepdim=True) * scale, 0.0, 0.0, 0.0) if is_centered else None
+    unit, step = error_unit(problem), _block_columns(problem.k, a.device)
     for j in range(0, problem.n, step):
         columns = (slice(None), slice(j, j + step))
         _, b_abs = _columns(b, columns[1], problem.k)
         spread = (sizes.square() @ b_abs.square()).sqrt() * (2.0 * LAMBDA * UNIT[problem.a.dtype])
         lost = flushed * b_abs.sum(0, keepdim=True)
         magnitude[columns] += (spread + lost) / unit + _finite_abs(acc[columns].double())
+        if off_mean is not None:
+            magnitude[columns] += off_mean * (factor.abs() @ b_abs)
     return acc, magnitude.masked_fill_(uncertain, math.inf)
 
 
@@ -396,7 +406,7 @@ def _epilogue(
     exact = is_integer(problem)
     tensors = iter(aux)
     for step in problem.epilogue:
-        if step.kind == "rms_norm":  # in front of the product
+        if step.axis == "inner":  # of the norm in front of the product
             next(tensors)
             continue
         t = _tensor_for_block(next(tensors), step, part) if step.takes_tensor else torch.ones((), dtype=torch.float64)

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.candidate import Candidate, Illegal, Scalar
-from ...core.epilogue import GATES
+from ...core.epilogue import GATES, NORMS
 from ...core.errors import KernelError, PackedWeightError
 from ...core.problem import Problem
 from ...core.target import Target
@@ -94,7 +94,7 @@ class AtenBackend(Backend):
     """PyTorch's own operators. Always available."""
 
     name = "aten"
-    special_steps = frozenset({"rms_norm", *GATES})
+    special_steps = frozenset({*NORMS, *GATES})
 
     def takes(self, family: str) -> bool:
         return any(family in template.family for template in _BY_NAME.values())

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ...core.epilogue import Step
+from ...core.epilogue import Epilogue
 from ...core.problem import Problem, bits
 from ...core.weights import PackedWeight
 from ..base import Kernel
@@ -15,17 +15,17 @@ from .kernel import AtenKernel
 from .steps import normalize_rows
 
 
-def normalize_rows_by_kernel(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
+def normalize_rows_by_kernel(a: Tensor, norm: Epilogue, tensors: Sequence[Tensor]) -> Tensor:
     """Return the result of ``normalize_rows``, on a GPU by a Triton kernel where that takes these tensors. Not
     differentiable."""
     if a.is_cuda:
         # Imported when it is needed: the Triton backend's modules take time that ``import gemmtune`` must not.
-        from ..triton.rms_norm import rms_norm_of
+        from ..triton.row_norm import row_norm_of
 
         out = a.new_empty(a.shape)
-        if rms_norm_of(norm.value).run(a, weight, out):
+        if row_norm_of(norm[0].kind, norm[0].value).run(a, tensors, out):
             return out
-    return normalize_rows(a, norm, weight)
+    return normalize_rows(a, norm, tensors)
 
 
 class NormThen(Kernel):
@@ -37,19 +37,24 @@ class NormThen(Kernel):
     counts_writes = True
 
     def __init__(self, problem: Problem, product: AtenKernel) -> None:
-        norm = problem.norm
-        assert norm is not None
         self.problem, self.candidate, self.packing = problem, product.candidate, product.packing
         self.workspace_bytes = product.workspace_bytes + problem.m * problem.k * bits(problem.a.dtype) // 8
-        rounding = product.rounding  # behind the norm, which is the first step
-        self.rounding = None if rounding is None else rounding._replace(steps=rounding.steps + 1)
-        self._norm, self._product = norm, product
+        self._norm, self._product = problem.norm_steps, product
+        rounding = product.rounding  # behind the norm, whose steps are the first
+        self.rounding = None if rounding is None else rounding._replace(steps=rounding.steps + len(self._norm))
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
-        self._product.run(normalize_rows_by_kernel(a, self._norm, aux[0]), b, aux[1:], out)
+        rows, rest = self._normalize(a, aux)
+        self._product.run(rows, b, rest, out)
 
     def functional(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
-        return self._product.functional(normalize_rows_by_kernel(a, self._norm, aux[0]), b, aux[1:])
+        rows, rest = self._normalize(a, aux)
+        return self._product.functional(rows, b, rest)
+
+    def _normalize(self, a: Tensor, aux: Sequence[Tensor]) -> tuple[Tensor, Sequence[Tensor]]:
+        """Return the normalised rows, and the tensors of the other steps."""
+        count = len(self._norm)
+        return normalize_rows_by_kernel(a, self._norm, aux[:count]), aux[count:]
 
     def keep_torch_flags(self) -> None:
         self._product.keep_torch_flags()

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from ...core.epilogue import GATES, Step
+from ...core.epilogue import GATES, Epilogue, Step
 
 _INTEGER_NAMES = ("int8", "uint8", "int32", "int64")
 _WHOLE_LIMIT = 1 << 61  # largest integer between steps: far beyond any output, and the sum of two stays within int64
@@ -35,12 +35,15 @@ def wide_dtype(dtype: torch.dtype) -> torch.dtype:
     return dtype if dtype in (torch.float64, torch.int32, torch.int64) else torch.float32
 
 
-def normalize_rows(a: Tensor, norm: Step, weight: Tensor) -> Tensor:
-    """Return the rows of ``a`` [M, K] normalised as ``norm`` says (``Problem.norm``), in a's dtype. weight: [K]."""
-    size = (a.shape[-1],)
-    if weight.dtype == a.dtype:
-        return functional.rms_norm(a, size, weight, norm.value)
-    return functional.rms_norm(a.float(), size, weight.float(), norm.value).to(a.dtype)
+def normalize_rows(a: Tensor, norm: Epilogue, tensors: Sequence[Tensor]) -> Tensor:
+    """Return the rows of ``a`` [M, K] normalised as ``norm`` says (``Problem.norm_steps``), in a's dtype. tensors: one
+    [K] for each of the steps."""
+    size, eps = (a.shape[-1],), norm[0].value
+    if any(t.dtype != a.dtype for t in tensors):
+        return normalize_rows(a.float(), norm, [t.float() for t in tensors]).to(a.dtype)
+    if norm[0].kind == "layer_norm":
+        return functional.layer_norm(a, size, tensors[0], tensors[1] if len(tensors) > 1 else None, eps)
+    return functional.rms_norm(a, size, tensors[0], eps)
 
 
 def apply_steps(acc: Tensor, steps: Sequence[Step], aux: Sequence[Tensor]) -> Tensor:

@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import ClassVar
 
 from ...core.candidate import Candidate, Illegal
-from ...core.epilogue import GATES
+from ...core.epilogue import GATES, NORMS
 from ...core.problem import Problem
 from ...core.target import Target
 from ..gpu.artifact import Header, artifacts, encode_kernel
@@ -33,7 +33,7 @@ class CudaBackend(GpuBackend):
 
     name = space.NAME
     shared_layouts = ("triton",)  # int4 weights
-    special_steps = frozenset({"rms_norm", *GATES})
+    special_steps = frozenset({*NORMS, *GATES})
     templates: ClassVar[Mapping[str, type[GpuKernel]]] = {SKINNY: Skinny, SLAB: Slab, MIXED: Mixed}
 
     def candidates(self, problem: Problem, target: Target) -> Iterator[Candidate | Illegal]:

@@ -163,7 +163,7 @@ def epilogue_statements(problem: Problem, vectors: dict[str, Vector], *, loaded:
         if index == float_index:
             lines.append("float value = (float)sum;")
             name = "value"
-        if step is not None and step.kind != "rms_norm" and step.kind not in GATES:
+        if step is not None and step.axis != "inner" and step.kind not in GATES:
             integer = problem.family == "int_mm" and name == "sum"
             vector = vectors.get(f"t{index}")
             element = vector.expression() if vector else f"elements.t{index}" if loaded else _element(index)

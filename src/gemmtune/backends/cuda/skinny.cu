@@ -8,8 +8,9 @@
 // sums are added at the end. The order of every sum is fixed. PDL: see slab.cu.
 //
 // source.py defines before this text: BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes of an element of
-// A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, NORM (whether A's rows are normalised first,
-// by their root mean square, with EPS and the weight t0), GATED (whether C is the left half of the product's columns, the gate,
+// A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, RMS_NORM and LAYER_NORM (whether A's rows are
+// normalised first, with EPS and the weight t0, by their root mean square, or by their mean and variance; NORM_BIAS: whether
+// the bias t1 is added), GATED (whether C is the left half of the product's columns, the gate,
 // times the right half: half of a tile's columns are in either); sum_t, mma's accumulator type; MMA, the
 // instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), SECTOR (vectors.cu), c_t, value_t (the type
 // before the rounding to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also
@@ -26,8 +27,11 @@ constexpr int WIDE = GATED ? BN / 2 : BN;            // columns of C in a tile
 
 struct Chunk {
     uint4 b[2 * R], a[MT][LOADS];
-#if NORM
+#if RMS_NORM || LAYER_NORM
     uint4 weights[LOADS];
+#endif
+#if NORM_BIAS
+    uint4 biases[LOADS];
 #endif
 #if GROUP
     scale_t scales[2 * R];
@@ -37,13 +41,49 @@ struct Chunk {
 #endif
 };
 
+__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
+
+#if LAYER_NORM
+// The number of some elements, their mean, and the sum of the squares of their differences from it.
+struct Moments {
+    float count, mean, squares;
+};
+
+// Add the moments of further elements (Chan, Golub and LeVeque 1983, "Algorithms for computing the sample variance").
+__device__ __forceinline__ void add(Moments& to, const Moments& other) {
+    const float count = to.count + other.count, share = count > 0 ? other.count / count : 0, difference = other.mean - to.mean;
+    to.squares += other.squares + difference * difference * to.count * share;
+    to.mean += difference * share;
+    to.count = count;
+}
+
+__device__ __forceinline__ float low_half(u32 pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_half(u32 pair) { return __uint_as_float(pair & 0xffff0000u); }
+
+__device__ __forceinline__ Moments moments_of(const uint4& pairs) {
+    Moments moments{8, 0, 0};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) moments.mean += low_half(word(pairs, i)) + high_half(word(pairs, i));
+    moments.mean *= 0.125f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        const float low = low_half(word(pairs, i)) - moments.mean, high = high_half(word(pairs, i)) - moments.mean;
+        moments.squares += low * low + high * high;
+    }
+    return moments;
+}
+#endif
+
 struct Shared {
     sum_t turns[TURNS][BN][BM + 1];
 #if SPLIT > 1
     sum_t block[TILE_SIZE];
 #endif
-#if NORM
+#if RMS_NORM
     float squares[TURNS][BM], block_squares[BM];
+#endif
+#if LAYER_NORM
+    Moments moments[WARPS > BM ? WARPS : BM];
 #endif
 #if KEPT
     VectorWord kept[KEPT];
@@ -52,8 +92,6 @@ struct Shared {
 
 // Return where a lane's load j of A is, in bytes from its first one in a chunk.
 __device__ constexpr int a_offset(int j) { return KIND == INT4 ? (j / 2 * 64 + j % 2 * 8) * WIDTH : j * 16; }
-
-__device__ __forceinline__ u32 word(const uint4& v, int i) { return i == 0 ? v.x : i == 1 ? v.y : i == 2 ? v.z : v.w; }
 
 // Add the product of one chunk to ``acc``.
 __device__ __forceinline__ void product(sum_t (&acc)[R][MT][4], const Chunk& chunk) {
@@ -88,7 +126,7 @@ __device__ __forceinline__ void product(sum_t (&acc)[R][MT][4], const Chunk& chu
     }
 }
 
-#if NORM
+#if RMS_NORM
 // Add the sums of squares of A's rows over one chunk to ``squares``, and multiply A by the norm's weight. A row's factor is
 // applied to its sums at the end. The squares are the diagonal of A * A^T, whose row g, columns 2c and 2c + 1, a lane has.
 __device__ __forceinline__ void normalize(sum_t (&squares)[MT][4], Chunk& chunk) {
@@ -102,6 +140,30 @@ __device__ __forceinline__ void normalize(sum_t (&squares)[MT][4], Chunk& chunk)
             multiply(squares[i], a.z, 0, a.w, 0, a.z, a.w);
             a = uint4{multiply_halves(a.x, weights.x), multiply_halves(a.y, weights.y), multiply_halves(a.z, weights.z),
                       multiply_halves(a.w, weights.w)};
+        }
+}
+#elif LAYER_NORM
+// Normalise A's rows in one chunk. means, factors: of the row of A that a lane has in each mma tile.
+__device__ __forceinline__ void normalize(const float (&means)[MT], const float (&factors)[MT], Chunk& chunk) {
+#pragma unroll
+    for (int i = 0; i < MT; ++i)
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+            auto normalized = [&](u32 pair, u32 weights, u32 biases) {
+                const float low = (low_half(pair) - means[i]) * factors[i], high = (high_half(pair) - means[i]) * factors[i];
+                const float first = rounded<bfloat16>(low * low_half(weights) + low_half(biases));
+                const float second = rounded<bfloat16>(high * high_half(weights) + high_half(biases));
+                return __float_as_uint(first) >> 16 | __float_as_uint(second) & 0xffff0000u;
+            };
+            uint4& a = chunk.a[i][j];
+            const uint4& weights = chunk.weights[j];
+#if NORM_BIAS
+            const uint4& biases = chunk.biases[j];
+#else
+            const uint4 biases{0, 0, 0, 0};
+#endif
+            a = uint4{normalized(a.x, weights.x, biases.x), normalized(a.y, weights.y, biases.y),
+                      normalized(a.z, weights.z, biases.z), normalized(a.w, weights.w, biases.w)};
         }
 }
 #endif
@@ -155,8 +217,12 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         a_from[i] = (const char*)a_ptr + (long long)min(m0 + 8 * i + g, M - 1) * lda * WIDTH +
                   (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
 
-#if NORM
-    const char* weights_from = (const char*)t0 + (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
+#if RMS_NORM || LAYER_NORM
+    const long long inner_from = (long long)first * CHUNK * WIDTH + c * (KIND == INT4 ? 16 : RUN) * WIDTH;
+    const char* weights_from = (const char*)t0 + inner_from;
+#if NORM_BIAS
+    const char* biases_from = (const char*)t1 + inner_from;
+#endif
 #endif
 
     auto in_range = [&](int at) { return EVEN_K || at * CHUNK + c * RUN < K; };
@@ -176,11 +242,16 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
                 if (!EVEN_K) into.a[i][j] = uint4{0, 0, 0, 0};
                 if (in_range(at) && m0 + 8 * i + g < M) into.a[i][j] = load(a_from[i] + (d + ahead) * CHUNK * WIDTH + a_offset(j));
             }
-#if NORM
+#if RMS_NORM || LAYER_NORM
 #pragma unroll
         for (int j = 0; j < LOADS; ++j) {
+            const int offset = (d + ahead) * CHUNK * WIDTH + a_offset(j);
             if (!EVEN_K) into.weights[j] = uint4{0, 0, 0, 0};
-            if (in_range(at)) into.weights[j] = load(weights_from + (d + ahead) * CHUNK * WIDTH + a_offset(j));
+            if (in_range(at)) into.weights[j] = load(weights_from + offset);
+#if NORM_BIAS
+            if (!EVEN_K) into.biases[j] = uint4{0, 0, 0, 0};
+            if (in_range(at)) into.biases[j] = load(biases_from + offset);
+#endif
         }
 #endif
     };
@@ -203,7 +274,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
     for (int r = 0; r < R; ++r)
 #pragma unroll
         for (int i = 0; i < MT; ++i) acc[r][i][0] = acc[r][i][1] = acc[r][i][2] = acc[r][i][3] = 0;
-#if NORM
+#if RMS_NORM
     sum_t squares[MT][4];
 #pragma unroll
     for (int i = 0; i < MT; ++i) squares[i][0] = squares[i][1] = squares[i][2] = squares[i][3] = 0;
@@ -232,6 +303,30 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
             fetch_scales(ring[d], first + d);
         }
     }
+#if LAYER_NORM
+    // Each block reads its rows of A once before the product, while its first loads of B are on their way.
+    const int rows = min(BM, M - m0), shares = max(1, WARPS / rows);  // the warps that share a row
+    for (int item = warp; item < rows * shares; item += WARPS) {
+        const char* from = (const char*)a_ptr + (long long)(m0 + item % rows) * lda * WIDTH;
+        Moments moments{0, 0, 0};
+#pragma unroll 4
+        for (int i = 32 * (item / rows) + lane; i < K / 8; i += 32 * shares) add(moments, moments_of(load(from + 16 * i)));
+#pragma unroll
+        for (int bit = 1; bit < 32; bit *= 2) {
+            auto other = [&](float own) { return __uint_as_float(shuffle_xor(__float_as_uint(own), bit)); };
+            add(moments, Moments{other(moments.count), other(moments.mean), other(moments.squares)});
+        }
+        if (lane == 0) shared.moments[item] = moments;
+    }
+    __syncthreads();
+    float means[MT], factors[MT];
+#pragma unroll
+    for (int i = 0; i < MT; ++i) {
+        Moments moments{0, 0, 0};
+        for (int item = 8 * i + g; 8 * i + g < rows && item < rows * shares; item += rows) add(moments, shared.moments[item]);
+        means[i] = moments.mean, factors[i] = rsqrtf(moments.squares / K + EPS);
+    }
+#endif
     const int member = threadIdx.x, top = m0;
 #if SECTOR
     fetch_tile<WIDE>(min(BM, M - m0), member + 32 * WARPS * part, 32 * WARPS * SPLIT, [&](int y, int x) {
@@ -244,8 +339,10 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
         for (int d = 0; d < DEPTH; ++d) {
             if (d == 0 || base + d < end) {
-#if NORM
+#if RMS_NORM
                 normalize(squares, ring[d]);
+#elif LAYER_NORM
+                normalize(means, factors, ring[d]);
 #endif
 #if GROUP
                 sum_t own[R][MT][4];
@@ -290,8 +387,11 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 0; i < 2 * R; ++i) b_from[i] += STEP * 64;
 #pragma unroll
         for (int i = 0; i < MT; ++i) a_from[i] += STEP * CHUNK * WIDTH;
-#if NORM
+#if RMS_NORM || LAYER_NORM
         weights_from += STEP * CHUNK * WIDTH;
+#endif
+#if NORM_BIAS
+        biases_from += STEP * CHUNK * WIDTH;
 #endif
     }
     if (following & NEXT_LATE) pdl_launch_dependents();
@@ -303,7 +403,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #pragma unroll
             for (int e = 0; e < 4; ++e)
                 shared.turns[turn][warp_n + 16 * r + e / 2 * 8 + g][8 * i + 2 * c + e % 2] = acc[r][i][e];
-#if NORM
+#if RMS_NORM
     if (warp % SIDE == 0 && c == g / 2)
 #pragma unroll
         for (int i = 0; i < MT; ++i) shared.squares[turn][8 * i + g] = g % 2 ? squares[i][1] : squares[i][0];
@@ -319,7 +419,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
         for (int i = 1; i < TURNS; ++i) sum += shared.turns[i][e % BN][e / BN];
         return sum;
     };
-#if NORM
+#if RMS_NORM
     auto square_warps = [&](int y) {
         float sum = 0;
 #pragma unroll
@@ -329,7 +429,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #endif
 #if SPLIT > 1
     for (int e = threadIdx.x; e < TILE_SIZE; e += 32 * WARPS) shared.block[e] = sum_warps(e);
-#if NORM
+#if RMS_NORM
     for (int y = threadIdx.x; y < BM; y += 32 * WARPS) shared.block_squares[y] = square_warps(y);
 #endif
     wait_for_cluster();
@@ -343,7 +443,7 @@ __launch_bounds__(32 * WARPS) skinny(PARAMETERS) {
 #else
         sum_t sum = sum_warps(y * BN + x);
 #endif
-#if NORM
+#if RMS_NORM
 #if SPLIT > 1
         float squared = 0;
 #pragma unroll

@@ -14,12 +14,12 @@
 // mbarriers ``full`` count bytes that have arrived; ``empty`` count warps, of all blocks that receive a stage, that have
 // finished with it.
 //
-// A norm in front (NORM): further warps, one for each four rows, multiply a stage's A by the norm's weight, in shared memory,
+// A norm in front (RMS_NORM): further warps, one for each four rows, multiply a stage's A by the norm's weight, in shared memory,
 // and sum the squares of the rows; ``ready`` counts these warps. A row's factor is applied to its sums at the end.
 //
 // source.py defines before this text: BM, BN, STAGES, CHUNKS, SHARE, SPLIT (the candidate), WIDTH (bytes of an element),
 // STEPWISE (wgmma accumulates fp8 with fewer bits than float32: each chunk's sums are added in float32, the slab's columns
-// divided into PIECES, TURNS of them in flight), GATED, NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER
+// divided into PIECES, TURNS of them in flight), GATED, RMS_NORM, EPS (as in skinny.cu), PRODUCTS (the wgmma instructions), CLUSTER
 // (blocks of a cluster), WARPS, REGISTERS (as in mixed.cu), KEPT (words of epilogue vectors of a group of warps), SECTOR
 // (vectors.cu), sum_t, c_t, value_t (the type before the rounding to c_t), PARAMETERS, then ptx.cu, hopper.cu, numbers.cu,
 // vectors.cu, sums.cu and rows.cu. It also writes the epilogue and the loads of its vectors.
@@ -37,11 +37,11 @@ constexpr int REDUCTION_BYTES = SPLIT > 1 ? reduction_bytes(SUMS, 32 * CONSUMERS
 // wgmma reads 64 rows. Rows beyond BM may have any values (their results are not stored), but must be in shared memory.
 constexpr int ROW_PADDING = (64 - BM) * 128 > CHUNKS * B_BYTES ? (64 - BM) * 128 - CHUNKS * B_BYTES : 0;
 constexpr int ALL_STAGES_BYTES = STAGES * STAGE_BYTES + ROW_PADDING;
-constexpr int NORMALIZERS = NORM ? BM / 4 : 0;                  // warps that normalise A
-constexpr int WEIGHTS_BYTES = NORM ? CHUNKS * 128 : 0;          // of the norm's weight, in a stage
+constexpr int NORMALIZERS = RMS_NORM ? BM / 4 : 0;                  // warps that normalise A
+constexpr int WEIGHTS_BYTES = RMS_NORM ? CHUNKS * 128 : 0;          // of the norm's weight, in a stage
 constexpr int BUFFER_BYTES = REDUCTION_BYTES > ALL_STAGES_BYTES ? REDUCTION_BYTES : ALL_STAGES_BYTES;
 
-#if NORM
+#if RMS_NORM
 static_assert(!REGISTERS, "the warps that normalise need more registers than they would keep");
 
 // Multiply eight elements of A by weights, and add their squares to ``squares``.
@@ -72,15 +72,15 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int warp = warp_index(), lane = threadIdx.x % 32, rank = blockIdx.x % SHARE, part = blockIdx.x % SPLIT;
     const u32 stages = (address_of(memory) + 1023) / 1024 * 1024, weights = stages + BUFFER_BYTES;
     const u32 full = weights + STAGES * WEIGHTS_BYTES, empty = full + 8 * STAGES, ready = empty + 8 * STAGES;
-    const u32 row_squares = ready + (NORM ? 8 * STAGES : 0);
-    const u32 vectors = row_squares + (NORM ? 4 * BM : 0) + (SPLIT > 1 ? 16 : 0);
+    const u32 row_squares = ready + (RMS_NORM ? 8 * STAGES : 0);
+    const u32 vectors = row_squares + (RMS_NORM ? 4 * BM : 0) + (SPLIT > 1 ? 16 : 0);
     if (threadIdx.x == 0) {
         prefetch_map(&a_desc);
         prefetch_map(&b_desc);
         for (int s = 0; s < STAGES; ++s) {
             init_barrier(full + 8 * s, 1);
             init_barrier(empty + 8 * s, SHARE * CONSUMERS);
-            if (NORM) init_barrier(ready + 8 * s, NORMALIZERS);
+            if (RMS_NORM) init_barrier(ready + 8 * s, NORMALIZERS);
         }
 #if SPLIT > 1
         init_reduction<SUMS, 32 * CONSUMERS>(empty + 8 * STAGES, part);
@@ -143,7 +143,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                         wait_barrier(empty + 8 * at, turn ^ 1);
                         fetch_b(step, at, n0);
                     }
-#if NORM
+#if RMS_NORM
                     bulk_load(weights + at * WEIGHTS_BYTES, t0 + step * CHUNKS * ELEMENTS, weights_bytes(step), done);
 #endif
                     if (rank >= senders) continue;
@@ -154,7 +154,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 }
             }
         }
-#if NORM
+#if RMS_NORM
         else {
             const int segment = lane % 8, y = 4 * (warp - CONSUMERS - 1) + lane / 8;
             for (int tile = first; tile < tiles; tile += stride) {
@@ -252,7 +252,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
                 const u32 stage = stages + at * STAGE_BYTES;
                 const u32 a = rows_from(stage + warp / 4 * 64 * 128), b = rows_from(stage + CHUNKS * A_BYTES);
                 wait_barrier(full + 8 * at, turn);
-                if (NORM) wait_barrier(ready + 8 * at, turn);
+                if (RMS_NORM) wait_barrier(ready + 8 * at, turn);
 #pragma unroll
                 for (int chunk = 0; chunk < CHUNKS; ++chunk)
                     multiply_chunk(sums, a + chunk * A_BYTES / 16, b + chunk * B_BYTES / 16, 1);
@@ -271,7 +271,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             // KEPT
             sync_threads_of<128>(group);
 #endif
-#if NORM
+#if RMS_NORM
             auto row_factor = [&](int y) { return rsqrtf(load_shared_float(row_squares + 4 * min(y, BM - 1)) / K + EPS); };
 #endif
             auto finish = [&](int m, int n, int y, int x, sum_t sum) {
@@ -279,7 +279,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             };
             // wgmma's fragments: four lanes have two rows, 8 apart, and each lane a pair of every 8 columns.
             const int row = warp % 4 * 16 + lane / 4, own = lane % 4;
-#if NORM
+#if RMS_NORM
             const float factors[2] = {row_factor(64 * group + row), row_factor(64 * group + row + 8)};
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) sums[i] *= factors[i / 2 % 2];

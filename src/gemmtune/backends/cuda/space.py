@@ -259,10 +259,10 @@ def _why_unsupported(problem: Problem) -> str:
         return f"reads 16 bytes at a time: leading dimensions and K must be multiples of that; got K = {problem.k}"
     if problem.out_dtype not in TYPES or problem.out_dtype in FP8:
         return f"writes no {problem.out_dtype}"
-    norm = problem.norm
-    if norm is not None and (problem.a.dtype, norm.dtype) != ("bfloat16", "bfloat16"):
-        # float16 could overflow, since the row's factor is applied behind the product.
-        return f"normalises bfloat16 activations with a bfloat16 weight; got {problem.a.dtype} and {norm.dtype}"
+    dtypes = [problem.a.dtype, *(str(step.dtype) for step in problem.norm_steps)]
+    if problem.norm is not None and set(dtypes) != {"bfloat16"}:
+        # float16 could overflow in an RMS norm, whose row's factor is applied behind the product.
+        return f"normalises bfloat16 activations with a bfloat16 weight and bias; got {', '.join(dtypes)}"
     return ""
 
 
@@ -296,8 +296,8 @@ def _why_skinny_illegal(problem: Problem, device: DeviceLimits, config: dict[str
     if split > 1 and _tiles(problem, config) >= 2 * device.multiprocessors:
         return "there are blocks enough for every multiprocessor without splitting K"
     words = bn * (turns * (bm + 1) + (bm if split > 1 else 0)) + vector_words(problem, bm, bn)
-    if problem.norm is not None:
-        words += bm * (turns + (1 if split > 1 else 0))
+    if problem.norm is not None:  # the larger of what the two kinds of norms need
+        words += max(bm * (turns + (1 if split > 1 else 0)), 3 * max(warps, bm))
     shared = 4 * words
     if shared > _DEFAULT_SHARED_BYTES:
         return f"{shared >> 10} KB for the warps' sums and vectors; {_DEFAULT_SHARED_BYTES >> 10} are there"
@@ -322,8 +322,8 @@ def _registers(problem: Problem, config: dict[str, Any]) -> int:
         spare = 28 + 2 * r * config["depth"] * (1 + zero) + 4 * mt * zero
     elif problem.b.dtype == "int4":
         spare = 26
-    if problem.norm is not None:  # its weight is loaded beside A; the squares are summed by mma
-        spare += 4 * mt - 4 + config["depth"] * 4 * loads
+    if problem.norm is not None:  # its tensors are loaded beside A; squares are summed by mma
+        spare += 4 * mt - 4 + config["depth"] * 4 * loads * len(problem.norm_steps)
     return int(spare + config["depth"] * (8 * r + 4 * loads * mt) + 4 * (1 + grouped) * r * mt + 4 * r + 2 * mt)
 
 
@@ -351,6 +351,8 @@ def _why_slab_unsupported(problem: Problem, device: DeviceLimits) -> str:
         return f"multiplies matrices of one kind of element; got {problem.family}"
     if problem.m > _MAX_SLAB_ROWS:
         return f"made for at most {_MAX_SLAB_ROWS} rows; got {problem.m}"
+    if problem.norm is not None and problem.norm.kind != "rms_norm":
+        return f"normalises rows by their root mean square only; got {problem.norm.kind}"
     if problem.norm is not None and problem.m > _MAX_NORMED_ROWS:
         return f"normalises at most {_MAX_NORMED_ROWS} rows, in every block; for more a kernel before it is faster"
     return ""

@@ -254,8 +254,8 @@ class GpuKernel(AnyBatch, Kernel):
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
         values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
-        # The weight of a norm is loaded 16 bytes at a time, as A is; the other steps' tensors one element at a time.
-        vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(["t0_at"] if self.problem.norm is not None else [])]
+        # The tensors of a norm are loaded 16 bytes at a time, as A is; those of other steps one element at a time.
+        vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(f"t{index}_at" for index in range(len(self.problem.norm_steps)))]
         return compile_function(
             "launch",
             f"def launch(out, a, b{extra_parameters}):",

@@ -83,6 +83,6 @@ def pointwise_of(steps: Epilogue, acc_dtype: str, out_dtype: str) -> Pointwise |
     for step in own:
         if step.takes_tensor and step.dtype not in EPILOGUE_DTYPES:
             return None
-        if step.kind == "rms_norm" or (step.kind == "cast" and step.dtype not in _FLOATS):
+        if step.axis == "inner" or (step.kind == "cast" and step.dtype not in _FLOATS):
             return None
     return Pointwise(steps)

@@ -16,9 +16,9 @@ import triton.backends.nvidia.compiler
 import triton.compiler
 import triton.runtime.cache
 
-from . import kernels, pointwise_kernel, rms_norm_kernel
+from . import kernels, pointwise_kernel, row_norm_kernel
 
-__all__ = ["kernels", "pointwise_kernel", "rms_norm_kernel"]
+__all__ = ["kernels", "pointwise_kernel", "row_norm_kernel"]
 
 # The modules that have contained triton_key since Triton 3.2.
 _MODULES = (triton.runtime.cache, triton.compiler.compiler)

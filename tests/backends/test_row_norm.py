@@ -15,14 +15,15 @@ from gemmtune.backends.aten.norm import normalize_rows_by_kernel
 from gemmtune.backends.aten.steps import normalize_rows
 from gemmtune.backends.base import Artifact
 from gemmtune.backends.triton import jit_kernel
-from gemmtune.backends.triton.rms_norm import RmsNorm, rms_norm_of
+from gemmtune.backends.triton.row_norm import RowNorm, row_norm_of
 from gemmtune.core.candidate import Candidate
-from gemmtune.core.epilogue import Step
+from gemmtune.core.epilogue import Epilogue, Step
 from gemmtune.core.workloads import linear_problem
 from gemmtune.verify.inputs import make_inputs
 from helpers.jit_kernels import OnGpu, pretend_that_triton_runs
 
-NORM = Step("rms_norm", "inner", "float32", value=1e-5)
+NORM = (Step("rms_norm", "inner", "float32", value=1e-5),)
+LAYER_NORM = (Step("layer_norm", "inner", "float32", value=1e-5), Step("norm_bias", "inner", "float32"))
 
 
 def on_gpu(*shape: int, dtype: torch.dtype = torch.float32) -> Any:
@@ -34,25 +35,27 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Record the shapes of outputs in place of launches, which write PyTorch's results."""
     made: list[tuple[int, ...]] = []
 
-    def launch(self: RmsNorm, a: Any, weight: Any, out: Any) -> None:
+    def launch(self: RowNorm, a: Any, tensors: Any, out: Any) -> None:
         made.append(tuple(out.shape))
-        out.copy_(normalize_rows(a, NORM, weight))
+        out.copy_(normalize_rows(a, NORM if self._kind == "rms_norm" else LAYER_NORM[: len(tensors)], tensors))
 
-    monkeypatch.setattr(RmsNorm, "launch", launch)
+    monkeypatch.setattr(RowNorm, "launch", launch)
     pretend_that_triton_runs(monkeypatch)
-    rms_norm_of.cache_clear()
+    row_norm_of.cache_clear()
     return made
 
 
-def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]]) -> None:
-    a, weight = on_gpu(3, 40), on_gpu(40)
-    result = normalize_rows_by_kernel(a, NORM, weight)
+@pytest.mark.parametrize("norm", [NORM, LAYER_NORM, LAYER_NORM[:1]], ids=["RMS", "layer", "layer, no bias"])
+def test_rows_are_normalised_by_the_kernel(launches: list[tuple[int, ...]], norm: Epilogue) -> None:
+    a, tensors = on_gpu(3, 40), [on_gpu(40) for _ in norm]
+    result = normalize_rows_by_kernel(a, norm, tensors)
     assert launches == [(3, 40)]
-    assert torch.equal(result, normalize_rows(a, NORM, weight))
+    assert torch.equal(result, normalize_rows(a, norm, tensors))
 
 
-def test_atens_candidates_normalise_by_the_kernel(launches: list[tuple[int, ...]]) -> None:
-    problem = replace(linear_problem(3, 8, 40, "float32"), epilogue=(NORM,))
+@pytest.mark.parametrize("norm", [NORM, LAYER_NORM], ids=["RMS", "layer"])
+def test_atens_candidates_normalise_by_the_kernel(launches: list[tuple[int, ...]], norm: Epilogue) -> None:
+    problem = replace(linear_problem(3, 8, 40, "float32"), epilogue=norm)
     kernel = AtenBackend().load(Artifact(Candidate.make("aten", "mm"), ""), problem)
     inputs, out = make_inputs(problem, 0), torch.empty(3, 8)
     operands = inputs.a.as_subclass(OnGpu), inputs.b, tuple(t.as_subclass(OnGpu) for t in inputs.aux)
@@ -73,23 +76,23 @@ def test_atens_candidates_normalise_by_the_kernel(launches: list[tuple[int, ...]
 def test_pytorchs_operator_normalises_what_the_kernel_does_not_take(
     launches: list[tuple[int, ...]], a: Any, weight: Any
 ) -> None:
-    result = normalize_rows_by_kernel(a, NORM, weight)
+    result = normalize_rows_by_kernel(a, NORM, [weight])
     assert launches == []
-    assert torch.equal(result, normalize_rows(a, NORM, weight))
+    assert torch.equal(result, normalize_rows(a, NORM, [weight]))
 
 
 def test_code_that_a_capture_would_load_is_not_launched(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Triton makes other code for another dtype, and for another number of columns."""
-    kernel, weight = RmsNorm(1e-5), on_gpu(40)
+    kernel, weights = RowNorm("rms_norm", 1e-5), [on_gpu(40)]
     a, half = on_gpu(3, 40), on_gpu(3, 40, dtype=torch.float16)
-    assert kernel.run(a, weight, torch.empty_like(a))
+    assert kernel.run(a, weights, torch.empty_like(a))
     monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: True)
-    assert kernel.run(a, weight, torch.empty_like(a))
-    assert not kernel.run(half, weight, torch.empty_like(half))
+    assert kernel.run(a, weights, torch.empty_like(a))
+    assert not kernel.run(half, weights, torch.empty_like(half))
     longer = on_gpu(3, 56)
-    assert not kernel.run(longer, on_gpu(56), torch.empty_like(longer))
+    assert not kernel.run(longer, [on_gpu(56)], torch.empty_like(longer))
     assert len(launches) == 2
 
 
@@ -100,14 +103,14 @@ def test_captured_kernels_that_signal_are_recorded(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch, signals: bool, capturing: bool, recorded: int
 ) -> None:
     seen: list[tuple[int, Any]] = []
-    kernel, a, weight = RmsNorm(1e-5), on_gpu(3, 40), on_gpu(40)
-    assert kernel.run(a, weight, torch.empty_like(a))
+    kernel, a, weights = RowNorm("rms_norm", 1e-5), on_gpu(3, 40), [on_gpu(40)]
+    assert kernel.run(a, weights, torch.empty_like(a))
     monkeypatch.setattr(jit_kernel, "signals", lambda device: signals)
     monkeypatch.setattr(jit_kernel, "is_capturing", lambda device: capturing)
     monkeypatch.setattr(jit_kernel, "record_captured", lambda stream, out: seen.append((stream, out)))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(cuda_stream=7))
     out = torch.empty_like(a)
-    assert kernel.run(a, weight, out)
+    assert kernel.run(a, weights, out)
     assert [(stream, written is out) for stream, written in seen] == [(7, True)] * recorded
 
 
