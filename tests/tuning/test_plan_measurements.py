@@ -29,6 +29,24 @@ def measured(*kernels: tuple[PoolKernel, Mapping[int, float]]) -> Measurements:
     return found
 
 
+@pytest.mark.parametrize(("waves", "at_128", "wanted"), [(False, 8.0, {256}), (False, 9.6, set()), (True, 8.0, set())])
+def test_fastest_kernel_at_its_last_m_is_timed_at_the_next_one(waves: bool, at_128: float, wanted: set[int]) -> None:
+    """A kernel of a Decision for few rows may be faster for many than those of a Decision for many."""
+    found = Measurements(RANGE, {}, 0.05, 0.0, {}, max_kernels=MOST, waves=waves)
+    few, many = packed("few"), PoolKernel.of(Candidate.make("toy", "many"), 128, "p:few")
+    times: list[tuple[PoolKernel, dict[int, float]]] = [
+        (PLAIN, {1: 1.0, 128: 12.0, 256: 19.0, 512: 40.0}), (few, {1: 0.5, 128: at_128}),
+        (many, {1: 0.8, 128: 10.0, 256: 18.0, 512: 36.0}),
+    ]  # fmt: skip
+    for kernel, by_m in times:
+        found.add(kernel)
+        found.record({m: [kernel.id] for m in by_m}, {m: {kernel.id: 1e-6 * us} for m, us in by_m.items()})
+    curves = found.curves("p:few")
+    holes = found._holes(curves, set(found.serving(curves).values()))
+    assert holes.keys() == wanted
+    assert all(names == [many.id, few.id] for names in holes.values())
+
+
 MOSTLY_FASTER = {1: 1.1, 16: 1.0, 64: 1.0, 512: 1.0}
 MOSTLY_SLOWER = {1: 1.0, 16: 3.0, 64: 3.0, 512: 3.0}
 

@@ -222,7 +222,7 @@ class CudaDevice(Device):
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},
         last_m=8192, tuned_m=(1, 16, 128, 2048), last_batch=1024, tuned_batches=(1, 16, 128), batched_bytes=2 << 30,
-        tuned_m_s=2.2, sweep_s=3.8, slow_m_s=4.0, max_kernels=9, max_predicted=24, load_s=0.2,
+        tuned_m_s=2.2, sweep_s=3.8, slow_m_s=4.0, max_kernels=8, max_predicted=24, load_s=0.2,
     )  # fmt: skip
     timing = "gemmtune.timing.devices:CudaTiming"
     current_index = staticmethod(current_device)

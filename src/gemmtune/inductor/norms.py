@@ -85,7 +85,7 @@ def _unscaled_norm(node: fx.Node) -> _Unscaled | None:
     for left, factor in factors(node):
         if not is_call(factor, aten.rsqrt.default):
             continue
-        total = factor.args[0]
+        total: Any = factor.args[0]
         if not is_call(total, aten.add.Tensor, aten.add.Scalar) or total.kwargs:
             continue
         mean, eps = total.args

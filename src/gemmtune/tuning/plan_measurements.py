@@ -4,6 +4,7 @@ where to measure next."""
 from __future__ import annotations
 
 import functools
+import itertools
 import math
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -271,10 +272,10 @@ class Measurements:
         if not curves.times or not curves.sizes:
             return {}
         points = self.serving(curves)
-        if packing and (slow := self.slower_than_plain(points)):
-            return self._again(curves, slow)
         if holes := self._holes(curves, set(points.values())):
             return holes
+        if packing and (slow := self.slower_than_plain(points)):
+            return self._again(curves, slow)
         plan_intervals = intervals.intervals(curves, points)
         unseen = self._unseen_parities(curves, plan_intervals)
         promising = unseen[:BATCH] or self._expected_losses(curves, plan_intervals)[: BATCH // 2]
@@ -374,18 +375,28 @@ class Measurements:
     def _holes(self, curves: Curves, chosen: Collection[str]) -> dict[int, list[str]]:
         """Return the measured M at which a chosen kernel was not timed, and is expected to be faster than all that
         were, with these kernels and the fastest of the others, beside which they are timed. Otherwise a slower kernel
-        would serve them."""
+        would serve them.
+
+        On a device without waves of tiles this includes the next M above all at which the kernel was timed. In int8
+        11008x4096 (one thread of an EPYC) a kernel of the Decision for 8 rows was the fastest of its layout at M = 128,
+        and was not timed at 256 and 512 with those of the Decision for 128. These took up to 1.13 of the plain op's
+        time there, so that the plain op served all M (every-m-20261129-155448).
+        """
         weights = point_weights(curves)
         losses: dict[int, float] = {}
         wanted: dict[int, list[str]] = {}
         for name in chosen:
             own = sorted(curves.times[name])
-            for m in curves.sizes:
+            for before, m in itertools.pairwise(curves.sizes):
                 position = bisect_left(own, m)
-                is_timed = m in curves.times[name] or self.timed_often.get((name, m), 0) >= _RETIMED
-                if is_timed or not 0 < position < len(own):
+                if m in curves.times[name] or self.timed_often.get((name, m), 0) >= _RETIMED or position == 0:
                     continue
-                expected_s = intervals.estimate(curves, name, m, own[position - 1], own[position])
+                if position < len(own):
+                    expected_s = intervals.estimate(curves, name, m, own[position - 1], own[position])
+                elif not self._waves and own[-1] == before:
+                    expected_s = curves.times[name][before] * m / before  # as many calls, for that many rows each
+                else:
+                    continue
                 loss = weights[m] * (curves.best(m) / expected_s - 1.0)
                 if loss > 0.0:
                     wanted.setdefault(m, [curves.fastest(m)]).append(name)
