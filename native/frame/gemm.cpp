@@ -447,6 +447,7 @@ void Gemm::multiply_tile(const RowBlock& block, Scratch& s, int tile, int64_t pa
     if (set->groups_per_row > 1) t.groups = ceil_div(t.groups, set->groups_per_row) * set->groups_per_row;
     set->tile[nv][rows](t);
     t.accumulate = true;
+    t.next_out_rows = 0;  // they have been prefetched
   }
 }
 
