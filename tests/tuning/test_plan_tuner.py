@@ -247,7 +247,7 @@ def test_time_of_the_decisions_is_passed_on(
 
 @pytest.mark.parametrize(
     ("left", "spent_s", "expected"),
-    [(4, 0.0, 1.0), (3, 6.0, 1.0), (3, 6.0 + 1.35, 0.9), (1, 18.0 + 0.45, 0.9), (3, 60.0, 0.5), (1, 7.0, 1.0)],
+    [(4, 0.0, 1.0), (3, 6.0, 1.0), (3, 6.0 + 1.35, 0.9), (1, 18.0 + 0.45, 0.9), (3, 60.0, 0.4), (1, 7.0, 1.0)],
 )
 def test_decisions_that_take_long_leave_less_time_for_the_following_ones(
     clock: FakeTime, store: MemoryStore, left: int, spent_s: float, expected: float
@@ -267,7 +267,7 @@ def test_time_of_a_decision_is_passed_on(clock: FakeTime, store: MemoryStore, mo
     planner = PlanTuner(tuner, current_target(), store)  # type: ignore[arg-type]
     monkeypatch.setattr(planner, "_profile", planner._profile._replace(max_predicted=1))
     planner.tune([(PROBLEM, 1)], "all")
-    assert tuner.shares == [1.0, 0.5, 0.5, 0.5]
+    assert tuner.shares == [1.0, 0.4, 0.4, 0.4]
 
 
 def test_worker_of_the_caller_is_used_and_not_closed(clock: FakeTime, store: MemoryStore) -> None:

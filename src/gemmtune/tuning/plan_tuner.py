@@ -31,11 +31,11 @@ from .worker_pool import WorkerPool
 
 MAX_RECORDED = 6  # recorded M that are tuned by themselves; the others are served by the intervals
 _LEAST_SWEEP = 0.25  # the least share of the default time for other M that a range of few M has
-_LEAST_WHEN_LATE = 0.3  # the least share of the time for other M that is left where the Decisions took long
 # The least share of a Decision's time that is left where those before took long, as the first of a process does, for
 # which a worker starts. With whole Decisions a weight of 30 or so took more than 25 s on 16 cores, 25.8 and 26.2 (fp8
-# 8192x1024 and bfloat16 4096x4096, H200; every-m-20261129-062005.json, -014126).
-_LEAST_OF_DECISION = 0.5
+# 8192x1024 and bfloat16 4096x4096, H200; every-m-20261129-062005.json, -014126). With halves, and 0.3 of the time for
+# other M at least, int8 weights 8192x1024 took 25.6 to 26.2 s as the first weight on three hosts of four (-125857 to -164706).
+_LEAST_OF_DECISION = 0.4
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 
 log = logging.getLogger("gemmtune")
@@ -306,7 +306,7 @@ class PlanTuner:
         last = self._profile.last_m if self._dim == "m" else self._profile.last_batch
         seconds = self._profile.sweep_s * max(_LEAST_SWEEP, min(1.0, share / math.log(1 + last)))
         late_s = max(0.0, decided_s - len(sizes.tuned) * self._profile.slow_m_s)
-        return max(_LEAST_WHEN_LATE * seconds, seconds - late_s)
+        return max(seconds - late_s, min(seconds, self._profile.least_sweep_s))
 
     def _united(self, sizes: SizeRange, plan: TunedPlan | None) -> SizeRange:
         """Return the range that contains ``sizes`` and the plan's, with the tuned M of both; ``sizes`` for a plan with
