@@ -180,9 +180,9 @@ inline void apply_scalar_step(const Step& s, int n, float* x) {
   }
 }
 
-// Convert the tile, whose elements are of type From, by convert(element, column), and store it to the output. The stores to the output often miss the L1, and
-// stores are written in their order, so that one to the stack in between would wait for them: when the variables of this loop were
-// on the stack, with those of the steps, an AMX tile of 32 rows took 0.6 us longer (docs/notes/cpu.md).
+// Convert the tile, whose elements are of type From, by convert(element, column), and store it to the output. These stores often
+// miss the L1, and stores are written in their order, so that one to the stack in between would wait for them: when the variables
+// of this loop were on the stack, with those of the steps, an AMX tile of 32 rows took 0.6 us longer (docs/notes/cpu.md).
 template <class From, class To, class Convert>
 inline void store_rows(const EpilogueArgs& e, const Convert& convert) {
   const int rows = e.rows, cols = e.cols;
@@ -224,7 +224,7 @@ inline int32_t compensated(int32_t x, int32_t compensation) {
 
 // Subtract the compensation of n columns, if there is any, from a row of int32 accumulators, and replace them by change(value),
 // whose type has their size. Whole vectors are copied to arrays first, since compilers vectorise no loop whose stores may change
-// what it reads: element by element, a quarter of the time of int8 products with K = 256 was spent here (AVX512-VNNI).
+// what it reads: element by element, a fifth of the time of int8 products with K = 256 was spent here (AVX512-VNNI).
 template <class Change>
 inline void change_row(void* row, const int32_t* compensation, int n, const Change& change) {
   auto* bytes = static_cast<char*>(row);

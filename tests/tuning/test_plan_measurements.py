@@ -47,6 +47,19 @@ def test_fastest_kernel_at_its_last_m_is_timed_at_the_next_one(waves: bool, at_1
     assert all(names == [many.id, few.id] for names in holes.values())
 
 
+def test_kernel_that_was_not_timed_where_its_layout_is_slow_is_timed_there_though_others_were_twice() -> None:
+    few, many = packed("few"), PoolKernel.of(Candidate.make("toy", "many"), 128, "p:few")
+    found = measured(
+        (PLAIN, {1: 1.0, 128: 12.0, 512: 40.0}), (few, {1: 0.5, 128: 8.0}), (many, {1: 0.8, 128: 10.0, 512: 44.0})
+    )
+    found.timed_often[many.id, 512] = 2
+    assert found.sizes_that_exclude("p:few", 3) == {512: [PLAIN.id, many.id, few.id]}
+    found.record({512: [few.id]}, {512: {few.id: 42e-6}})
+    assert found.sizes_that_exclude("p:few", 3).keys() == {512}  # it was timed once
+    found.record({512: [few.id]}, {512: {few.id: 42e-6}})
+    assert found.sizes_that_exclude("p:few", 3) == {}
+
+
 MOSTLY_FASTER = {1: 1.1, 16: 1.0, 64: 1.0, 512: 1.0}
 MOSTLY_SLOWER = {1: 1.0, 16: 3.0, 64: 3.0, 512: 3.0}
 

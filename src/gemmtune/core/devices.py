@@ -219,8 +219,8 @@ class CudaDevice(Device):
     # (search-behind-h200-20261128.txt). Of the kernels that eight plans of fp8, int8 and int4 weights had timed on an
     # H200 and H100s, the best 8 are 1.3% to 5.9% slower than all in the mean over M, the best 10 0.6% to 3.8%. By the
     # measured times of 72 plans of an H200, nine lose 0.33% and ten 0.32%; the plans have 5.97 and 6.14 in the mean
-    # (scripts that were not kept). With nine, 18 other plans had 6.8 (int8 and int4 weights, fp8; every-m-20261129-16*):
-    # eight keep the mean of all families below 6.
+    # (scripts that were not kept). With nine, 18 later plans had 6.8 (int8 and int4 weights, fp8;
+    # every-m-20261129-161209 to -161727): eight keep the mean of all families below 6.
     profile = TuningProfile(
         default_s=3.0, race_s=1.2, max_raced=12, retimed=8, builds_overlap=True,
         search={"seeds": 12, "leaders": 2, "patience": 12, "behind": 1.3},

@@ -30,7 +30,7 @@ class Norm(NamedTuple):
 
 
 class _Unscaled(NamedTuple):
-    """A product of rows and their factors: a norm without a weight.
+    """A norm without a weight: rows, less their means in a layer norm, times a factor for each row.
 
     wide: the node of the rows, as they are normalised. inner: the nodes between the two, which nothing else may read.
     """
@@ -65,9 +65,8 @@ def find_norm(result: fx.Node) -> Norm | None:
             value = value_of(result)
             assert value is not None
             dtype = dtype_name(value.dtype)
-            steps = [Step(norm.kind, "inner", dtype, norm.eps)]
-            steps += [Step("norm_bias", "inner", dtype)] if bias is not None else []
-            return Norm(result, rows, tensors, tuple(steps))
+            steps = Step(norm.kind, "inner", dtype, norm.eps), Step("norm_bias", "inner", dtype)
+            return Norm(result, rows, tensors, steps[: len(tensors)])
     return None
 
 

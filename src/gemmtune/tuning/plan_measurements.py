@@ -330,18 +330,25 @@ class Measurements:
 
     def sizes_that_exclude(self, packing: str, most: int) -> dict[int, list[str]]:
         """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there. Each
-        has the kernels to time again, the plain op among them. Empty where there are more than ``most`` such M, and
-        where one of them was timed ``_RETIMED`` times."""
+        has the kernels to time there, the plain op among them: those that are expected to be faster and were not timed
+        (``_holes``), else those to time again. Empty where there are more than ``most`` such M, and, without a kernel
+        that was not timed, where one of them was timed ``_RETIMED`` times."""
         curves = self.curves(packing).without(self.out)
         if not packing or not curves.sizes:
             return {}
+        points = self.serving(curves)
         slow = {
             m: [name]
-            for m, name in self.serving(curves).items()
+            for m, name in points.items()
             if m in curves.times[name]
             and curves.times[name][m] + self._overhead_s > largest_share(self.noise.get(m, 0.0)) * self._plain_s(m)
         }
-        if len(slow) > most or any(self.timed_often[name, m] >= _RETIMED for m, (name,) in slow.items()):
+        if len(slow) > most:
+            return {}
+        holes = self._holes(curves, set(points.values()))
+        if untimed := {m: [*self.plain_names, *names] for m, names in holes.items() if m in slow}:
+            return untimed
+        if any(self.timed_often[name, m] >= _RETIMED for m, (name,) in slow.items()):
             return {}
         return self._again(curves, slow)
 

@@ -8,6 +8,7 @@ and stored with the intervals.
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import Future
@@ -42,6 +43,7 @@ _MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS = 2, 32, 20
 # Seconds for M at which the machine was slower than at others, before and after M that are worth a measurement.
 _SLOW_SIZES_S = 3.0
 _MOST_EXCLUDING, _EXCLUDING_S = 3, 2.0  # M that exclude a layout and are timed again, and the seconds for each
+_EXCLUDING_ROUNDS = 2  # after one with kernels that were not timed there
 _SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 
@@ -279,10 +281,10 @@ class PlanSession(WeightSession):
             self._time_again(m, names, left_s)
 
     def _time_excluding_sizes(self) -> None:
-        """Time again the few M that exclude a packed layout (``Measurements.sizes_that_exclude``). Not limited by the
-        time for other M: one of them keeps the layout from serving all M (bfloat16 4096x4096 on an EPYC looked 3% to 4%
-        slower at M = 512, and was served by ATen's op in one run of two; every-m-20261129-020426, -025919)."""
-        for packing in self._measurements.layouts():
+        """Time kernels at the few M that exclude a packed layout (``Measurements.sizes_that_exclude``). Not limited by
+        the time for other M: one of them keeps the layout from serving all M (bfloat16 4096x4096 on an EPYC looked 3%
+        to 4% slower at M = 512, and was served by ATen's op in one run of two; every-m-20261129-020426, -025919)."""
+        for packing, _ in itertools.product(self._measurements.layouts(), range(_EXCLUDING_ROUNDS)):
             for m, names in self._measurements.sizes_that_exclude(packing, _MOST_EXCLUDING).items():
                 self._time_again(m, names, _EXCLUDING_S)
 

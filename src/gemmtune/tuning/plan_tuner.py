@@ -34,7 +34,8 @@ _LEAST_SWEEP = 0.25  # the least share of the default time for other M that a ra
 # The least share of a Decision's time that is left where those before took long, as the first of a process does, for
 # which a worker starts. With whole Decisions a weight of 30 or so took more than 25 s on 16 cores, 25.8 and 26.2 (fp8
 # 8192x1024 and bfloat16 4096x4096, H200; every-m-20261129-062005.json, -014126). With halves, and 0.3 of the time for
-# other M at least, int8 weights 8192x1024 took 25.6 to 26.2 s as the first weight on three hosts of four (-125857 to -164706).
+# other M at least, int8 weights 8192x1024 took 25.6 to 26.2 s as the first weight on four hosts of five (-125030 to
+# -164706), and 24.3 s since (-164955).
 _LEAST_OF_DECISION = 0.4
 _FEW_ROWS = 32  # a call with fewer rows takes about as long as one with so many: it reads the weight
 

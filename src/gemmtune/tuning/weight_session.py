@@ -67,9 +67,8 @@ class WeightSession:
     ) -> None:
         # The worker's memory is limited by this Problem's operands: those of few rows are mostly the weight.
         self._problem = sizes.at(problem, VERIFIED_M if sizes.dim == "m" else sizes.last)
-        self._problem_at = functools.cache(
-            lambda m: sizes.at(problem, m)
-        )  # estimates of many kernels at each M ask for it
+        # Estimates of many kernels at each M ask for its Problem, and making one takes as long as an estimate.
+        self._problem_at = functools.cache(lambda m: sizes.at(problem, m))
         self._plan_key = problem.plan_key_over(sizes.dim)
         self._target, self._store, self._worker = target, store, worker
         self._sizes, self._counts, self._hot, self._bound = sizes, dict(counts), hot, bound

@@ -247,15 +247,15 @@ def _normed_product(problem: Problem, a: Tensor, b: Any, aux: Sequence[Tensor]) 
     total = wide.square().sum(1, keepdim=True)
     is_centered = norm.kind == "layer_norm"
     centered = wide - wide.mean(1, keepdim=True) if is_centered else wide
-    mean = centered.square().sum(1, keepdim=True) / problem.k + norm.value
-    scale = mean.rsqrt()
+    mean_square = centered.square().sum(1, keepdim=True) / problem.k + norm.value
+    scale = mean_square.rsqrt()
     normed = centered * scale * factor
     sizes = torch.nan_to_num(normed, 0.0, 0.0, 0.0).abs_()
     if len(tensors) > 1:
         normed = normed + tensors[1]
         sizes += _finite_abs(tensors[1])
     acc, magnitude = _product(problem, normed, b)
-    uncertain = ((total > 2.0**126) & total.isfinite()) | (mean < 2.0**-100)
+    uncertain = ((total > 2.0**126) & total.isfinite()) | (mean_square < 2.0**-100)
     flushed = _SMALLEST_NORMAL * torch.nan_to_num(scale * factor.abs().max(), 0.0, 0.0, 0.0)
     off_mean = torch.nan_to_num(wide.abs().mean(1, keepdim=True) * scale, 0.0, 0.0, 0.0) if is_centered else None
     unit, step = error_unit(problem), _block_columns(problem.k, a.device)

@@ -9,8 +9,8 @@
 //
 // source.py defines before this text: BM, BN, WARPS, SIDE, DEPTH, SPLIT (the candidate); KIND, WIDTH (bytes of an element of
 // A), EVEN_K, GROUP (elements of K that share a scale; 0: all), ZERO, BATCHED, RMS_NORM and LAYER_NORM (whether A's rows are
-// normalised first, with EPS and the weight t0, by their root mean square, or by their mean and variance; NORM_BIAS: whether
-// the bias t1 is added), GATED (whether C is the left half of the product's columns, the gate,
+// normalised first, with EPS and the weight t0, by their root mean square, or by their mean and variance), NORM_BIAS (whether
+// the bias t1 is then added), GATED (whether C is the left half of the product's columns, the gate,
 // times the right half: half of a tile's columns are in either); sum_t, mma's accumulator type; MMA, the
 // instruction; ONE (1.0 twice), KEPT (words of epilogue vectors in shared memory), SECTOR (vectors.cu), c_t, value_t (the type
 // before the rounding to c_t), scale_t (of narrow weights) and PARAMETERS; then ptx.cu, numbers.cu and vectors.cu. It also
