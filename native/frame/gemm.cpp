@@ -482,7 +482,8 @@ void Gemm::set_prefetch(const RowBlock& block, int tile, int64_t panel, int64_t 
   t.prefetch_whole = true;
 }
 
-// Set the rows of the output that the next tile of these rows and panels is stored to: none behind the last one.
+// Set the rows of the output that the next tile of these rows and panels is stored to, and of the matrices that its epilogue
+// reads: none behind the last one.
 void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileArgs& t) const {
   if (cfg_.order == Order::b_in_l1) {
     if (++tile == block.tiles.count) tile = 0, ++panel;
@@ -494,7 +495,16 @@ void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileA
   t.next_out = block.call.out + (block.task.batch * block.call.out_batch_stride + row * block.call.ldo + column) * element;
   t.next_out_rows = block.tiles.size(tile);
   t.out_stride = block.call.ldo * element;
-  t.out_bytes = std::min(panel_cols_, cfg_.n - column) * element;
+  const int64_t columns = std::min(panel_cols_, cfg_.n - column);
+  t.out_bytes = columns * element;
+  const Aux* aux = block.call.aux;
+  for (const Step& step : cfg_.steps) {
+    if (!step.has_tensor) continue;
+    const Aux& matrix = *aux++;
+    if (step.axis != Axis::full || t.next_matrix_count == kMaxNextMatrices) continue;
+    const int64_t size = bits(step.dtype) / 8, offset = block.task.batch * matrix.batch_stride + row * matrix.ld + column;
+    t.next_matrices[t.next_matrix_count++] = {matrix.data + offset * size, matrix.ld * size, columns * size};
+  }
 }
 
 void Gemm::finish_tile(const RowBlock& block, Scratch& s, int tile, int64_t panel) const {

@@ -16,21 +16,25 @@ namespace gemmtune {
 // functions of several units, and a CPU would then run instructions that it lacks.
 namespace {
 
-// The rows of the output that the next tile is stored to. They are prefetched into the L2 while this tile is multiplied, a line with
-// each row of B: stores to lines that are in no cache would delay the loads of A and B behind them.
-class OutputLines {
+// The rows of the output that the next tile is stored to, and of the matrices that its epilogue reads. They are prefetched into the
+// L2 while this tile is multiplied, a line with each row of B: the epilogue would wait for lines that are in no cache.
+class NextLines {
  public:
-  explicit OutputLines(const TileArgs& t) : row_(t.next_out), stride_(t.out_stride), bytes_(t.out_bytes), rows_(t.next_out_rows) {}
+  explicit NextLines(const TileArgs& t) : args_(t), rows_{t.next_out, t.out_stride, t.out_bytes}, left_(t.next_out_rows) {}
   __attribute__((always_inline)) void prefetch_line() {
-    if (rows_ == 0) return;
-    __builtin_prefetch(row_ + byte_, 0, 2);
+    if (left_ == 0) return;
+    __builtin_prefetch(rows_.first + byte_, 0, 2);
     byte_ += 64;
-    if (byte_ >= bytes_) byte_ = 0, row_ += stride_, --rows_;
+    if (byte_ < rows_.bytes) return;
+    byte_ = 0, rows_.first += rows_.stride;
+    if (--left_ == 0 && matrix_ < args_.next_matrix_count) rows_ = args_.next_matrices[matrix_++], left_ = args_.next_out_rows;
   }
 
  private:
-  const char* row_;
-  int64_t byte_ = 0, stride_, bytes_, rows_;
+  const TileArgs& args_;
+  Rows rows_;
+  int64_t byte_ = 0, left_;
+  int matrix_ = 0;
 };
 
 template <class T, int MR, int NV>
@@ -65,10 +69,10 @@ struct Tile {
     GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] = t.a + i * 3 * t.a_row_stride;
     const char *b = t.b, *prefetch = t.prefetch;
     const int64_t a_row_stride = t.a_row_stride, a_group_stride = t.a_group_stride, b_stride = t.b_stride, prefetch_stride = t.prefetch_stride;
-    OutputLines output(t);
+    NextLines next(t);
     for (int64_t g = 0; g < t.groups; g += T::kGroupsPerRow) {
       GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(prefetch + p, 0, 3);
-      output.prefetch_line();
+      next.prefetch_line();
       typename T::StoredVec stored[NV];
       GT_UNROLL for (int j = 0; j < NV; ++j) stored[j] = T::load_stored(b + j * T::kVectorBytes);
       multiply_row(std::make_integer_sequence<int, T::kGroupsPerRow>{}, base, a_row_stride, a_group_stride, stored);

@@ -45,6 +45,15 @@ constexpr int bits(DType t) {
   }
 }
 
+// Rows of a matrix.
+struct Rows {
+  const char* first;
+  int64_t stride;  // bytes between them
+  int64_t bytes;   // of each
+};
+
+constexpr int kMaxNextMatrices = 2;
+
 // Arguments of a tile kernel: C[rows, 16*nv] (+)= A[rows, groups] * B[groups, 16*nv].
 struct TileArgs {
   const char* a;         // first row, first group
@@ -70,6 +79,8 @@ struct TileArgs {
   int64_t next_out_rows;  // how many there are
   int64_t out_stride;     // bytes between rows of the output
   int64_t out_bytes;      // of a row of the next tile in the output
+  Rows next_matrices[kMaxNextMatrices];  // the same rows and columns of matrices that the epilogue reads
+  int next_matrix_count;
   uint32_t* tile_state;  // AMX: the configuration of the tile registers, which the calls of one thread share; 0: none yet
 };
 
