@@ -16,8 +16,25 @@ namespace gemmtune {
 // functions of several units, and a CPU would then run instructions that it lacks.
 namespace {
 
-// The rows of the output that the next tile is stored to, and of the matrices that its epilogue reads. They are prefetched into the
-// L2 while this tile is multiplied, a line with each row of B: the epilogue would wait for lines that are in no cache.
+// The rows of the output that the next tile is stored to. They are prefetched into the L2 while this tile is multiplied, a line with
+// each row of B: stores to lines that are in no cache would delay the loads of A and B behind them.
+class OutputLines {
+ public:
+  explicit OutputLines(const TileArgs& t) : row_(t.next_out), stride_(t.out_stride), bytes_(t.out_bytes), rows_(t.next_out_rows) {}
+  __attribute__((always_inline)) void prefetch_line() {
+    if (rows_ == 0) return;
+    __builtin_prefetch(row_ + byte_, 0, 2);
+    byte_ += 64;
+    if (byte_ >= bytes_) byte_ = 0, row_ += stride_, --rows_;
+  }
+
+ private:
+  const char* row_;
+  int64_t byte_ = 0, stride_, bytes_, rows_;
+};
+
+// The same, and the rows of the matrices that the next tile's epilogue reads. A class of its own, since its state takes registers:
+// int8 products without such matrices took 3% longer with it (docs/notes/cpu.md).
 class NextLines {
  public:
   explicit NextLines(const TileArgs& t) : args_(t), rows_{t.next_out, t.out_stride, t.out_bytes}, left_(t.next_out_rows) {}
@@ -37,7 +54,8 @@ class NextLines {
   int matrix_ = 0;
 };
 
-template <class T, int MR, int NV>
+// Lines: what is prefetched for the next tile.
+template <class T, int MR, int NV, class Lines>
 struct Tile {
   typename T::Acc acc[MR][NV];
 
@@ -69,7 +87,7 @@ struct Tile {
     GT_UNROLL for (int i = 0; i < kBases; ++i) base[i] = t.a + i * 3 * t.a_row_stride;
     const char *b = t.b, *prefetch = t.prefetch;
     const int64_t a_row_stride = t.a_row_stride, a_group_stride = t.a_group_stride, b_stride = t.b_stride, prefetch_stride = t.prefetch_stride;
-    NextLines next(t);
+    Lines next(t);
     for (int64_t g = 0; g < t.groups; g += T::kGroupsPerRow) {
       GT_UNROLL for (int p = 0; p < NV * T::kVectorBytes; p += 64) __builtin_prefetch(prefetch + p, 0, 3);
       next.prefetch_line();
@@ -116,9 +134,9 @@ inline void advance_segment(TileArgs& t, int64_t rows) {
   t.next_out_rows = 0;  // they have been prefetched
 }
 
-template <class T, int MR, int NV>
-void run_tile(const TileArgs& t) {
-  Tile<T, MR, NV> tile;
+template <class T, int MR, int NV, class Lines>
+__attribute__((noinline)) void run_tile_beside(const TileArgs& t) {
+  Tile<T, MR, NV, Lines> tile;
   if constexpr (!T::kInteger) {
     if (t.scale != nullptr) {
       TileArgs segment = t;
@@ -133,6 +151,12 @@ void run_tile(const TileArgs& t) {
   }
   tile.multiply(t);
   tile.store(t);
+}
+
+template <class T, int MR, int NV>
+void run_tile(const TileArgs& t) {
+  if (t.next_matrix_count == 0) run_tile_beside<T, MR, NV, OutputLines>(t);
+  else run_tile_beside<T, MR, NV, NextLines>(t);
 }
 
 template <class T, int S>
