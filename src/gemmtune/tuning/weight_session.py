@@ -67,7 +67,7 @@ class WeightSession:
     ) -> None:
         # The worker's memory is limited by this Problem's operands: those of few rows are mostly the weight.
         self._problem = sizes.at(problem, VERIFIED_M if sizes.dim == "m" else sizes.last)
-        # Estimates of many kernels at each M ask for its Problem, and making one takes as long as an estimate.
+        # Estimates of many kernels at each M ask for its Problem. Making one takes 5 us, an estimate 6 to 16 us.
         self._problem_at = functools.cache(lambda m: sizes.at(problem, m))
         self._plan_key = problem.plan_key_over(sizes.dim)
         self._target, self._store, self._worker = target, store, worker
