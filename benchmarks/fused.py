@@ -156,7 +156,7 @@ def measure(form: str, k: int, n: int, m: int, options: argparse.Namespace) -> d
     ratio = paired_ratios(times[best], times[OURS])
     cells = "  ".join(f"{name} {spread.median:.1f}" for name, spread in spreads.items())
     print(
-        f"{form:>9} {m}x{n}x{k}: {cells} us; {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) of {best}",
+        f"{form:>10} {m}x{n}x{k}: {cells} us; {ratio.median:.3f} ({ratio.low:.3f} to {ratio.high:.3f}) of {best}",
         flush=True,
     )
     return {

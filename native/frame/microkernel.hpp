@@ -33,8 +33,8 @@ class OutputLines {
   int64_t byte_ = 0, stride_, bytes_, rows_;
 };
 
-// The same, and the rows of the matrices that the next tile's epilogue reads. A class of its own, since its state takes registers:
-// int8 products without such matrices took 3% longer with it (docs/notes/cpu.md).
+// The same, and the rows of the matrices that the next tile's epilogue reads. A class of its own, since int8 products without such
+// matrices took 3% longer with it (docs/notes/cpu.md).
 class NextLines {
  public:
   explicit NextLines(const TileArgs& t) : args_(t), rows_{t.next_out, t.out_stride, t.out_bytes}, left_(t.next_out_rows) {}

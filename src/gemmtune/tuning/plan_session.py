@@ -43,7 +43,7 @@ _MARGIN_ROUNDS, _MOST_THIN, _MARGIN_CALLS = 2, 32, 20
 # Seconds for M at which the machine was slower than at others, before and after M that are worth a measurement.
 _SLOW_SIZES_S = 3.0
 _MOST_EXCLUDING, _EXCLUDING_S = 3, 2.0  # M that exclude a layout and are timed again, and the seconds for each
-_EXCLUDING_ROUNDS = 2  # after one with kernels that were not timed there
+_EXCLUDING_ROUNDS = 2  # the second times again, or at a larger M, what the first timed there for the first time
 _SCANNED_AT_ONCE = 64  # M of one request to the worker
 _MAX_CHECKS = 4  # times that kernels are chosen anew because one failed verification
 

@@ -257,7 +257,8 @@ def _normed_product(problem: Problem, a: Tensor, b: Any, aux: Sequence[Tensor]) 
     acc, magnitude = _product(problem, normed, b)
     uncertain = ((total > 2.0**126) & total.isfinite()) | (mean_square < 2.0**-100)
     flushed = _SMALLEST_NORMAL * torch.nan_to_num(scale * factor.abs().max(), 0.0, 0.0, 0.0)
-    off_mean = torch.nan_to_num(wide.abs().mean(1, keepdim=True) * scale, 0.0, 0.0, 0.0) if is_centered else None
+    # Of each normalised element before its weight, in units of ``error_unit``.
+    mean_error = torch.nan_to_num(wide.abs().mean(1, keepdim=True) * scale, 0.0, 0.0, 0.0) if is_centered else None
     unit, step = error_unit(problem), _block_columns(problem.k, a.device)
     for j in range(0, problem.n, step):
         columns = (slice(None), slice(j, j + step))
@@ -265,8 +266,8 @@ def _normed_product(problem: Problem, a: Tensor, b: Any, aux: Sequence[Tensor]) 
         spread = (sizes.square() @ b_abs.square()).sqrt() * (2.0 * LAMBDA * UNIT[problem.a.dtype])
         lost = flushed * b_abs.sum(0, keepdim=True)
         magnitude[columns] += (spread + lost) / unit + _finite_abs(acc[columns].double())
-        if off_mean is not None:
-            magnitude[columns] += off_mean * (factor.abs() @ b_abs)
+        if mean_error is not None:
+            magnitude[columns] += mean_error * (factor.abs() @ b_abs)
     return acc, magnitude.masked_fill_(uncertain, math.inf)
 
 
