@@ -11,12 +11,15 @@ from hypothesis import strategies as st
 from gemmtune.core.candidate import Candidate
 from gemmtune.tuning.verified_sizes import (
     BATCH_RUN,
+    EDGES,
     MAX_BATCHES,
     MAX_ROWS,
     MAX_SIZES,
     OTHERS_S,
     PATHS,
+    RANDOM,
     RUN,
+    SHORT_RUN,
     WIDE,
     batches_to_verify,
     plain_sizes_to_verify,
@@ -161,3 +164,17 @@ def test_batches_are_different_ones_of_the_spans(spans: Spans, seed: int) -> Non
 def test_batches_have_every_remainder_of_small_divisors(first: int, count: int, seed: int) -> None:
     batches = batches_to_verify([(first, first + count - 1)], random.Random(seed))
     assert {batch % 7 for batch in batches} == set(range(7))
+
+
+@pytest.mark.parametrize(
+    ("rows", "row_s", "length"),
+    [(6, 0.0, RUN), (6, 0.001, RUN), (6, 0.005, 10), (6, 0.1, SHORT_RUN), (12, 0.1, 12), (128, 0.1, RUN)],
+)
+def test_runs_of_slow_calls_are_shorter_but_have_each_remainder_of_the_rows(
+    rows: int, row_s: float, length: int
+) -> None:
+    first, others = 20, 3 * EDGES + RANDOM + 1 + 3  # edges, random M and an odd one, ends and an odd M
+    for seed in range(20):
+        sizes = set(sizes_to_verify([(first, 4096)], candidate(rows), random.Random(seed), None, 1, row_s))
+        assert any(all(m + step in sizes for step in range(length)) for m in sizes)
+        assert len(sizes) <= length + others

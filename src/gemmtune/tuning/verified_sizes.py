@@ -10,6 +10,8 @@ from ..core.candidate import Candidate
 from ..verify.row_counts import tile_rows
 
 RUN = 17  # consecutive M: they contain every remainder of a division by 17 or less
+# A run whose calls would take longer than this is shorter, but as long as a tile has rows, and at least SHORT_RUN.
+RUN_S, SHORT_RUN = 1.0, 8
 RANDOM = 4  # of each interval
 EDGES = 3  # multiples of the tile's rows, with both neighbors
 PATHS = 1024  # M of a span, evenly spaced, at which it is asked which copy of its code a kernel runs
@@ -38,7 +40,8 @@ def sizes_to_verify(
 
     A kernel's control flow depends on M by the number of tiles and by the rows of the last one. So they are: the ends
     of each span and an odd M in it, some random M, multiples of the tile's rows and their neighbors, and a run of
-    consecutive M, in which a kernel that is wrong at every seventh M, say, is seen. A kernel that has copies of its
+    consecutive M, in which a kernel that is wrong at every seventh M, say, is seen; it is shorter where its calls would
+    take longer than ``RUN_S``. A kernel that has copies of its
     code is verified in each that it runs, at one of the smallest such M. Long lists of spans are thinned to
     ``MAX_SIZES``: the run, the copies and the ends of the whole range stay, and the ends of spans and their odd M are
     preferred. The other M, without those for copies, have ``MAX_ROWS`` times the largest M together, fewer where the
@@ -46,7 +49,8 @@ def sizes_to_verify(
     largest M.
     """
     lowest, highest = min(first for first, _ in spans), max(last for _, last in spans)
-    certain = {lowest, highest, *_run(spans, rng), *_one_of_each(spans, path, rng)}
+    run = _run(spans, rng, _run_length(min(tile_rows(candidate), RUN), row_s * _longest(spans)[0]))
+    certain = {lowest, highest, *run, *_one_of_each(spans, path, rng)}
     ends = {m for first, last in spans for m in (first, last, min(first | 1, last))} - certain
     edges = {m for first, last in spans for m in _edges(first, last, tile_rows(candidate))} - certain - ends
     others: set[int] = set()
@@ -96,9 +100,21 @@ def batches_to_verify(spans: Sequence[tuple[int, int]], rng: random.Random) -> l
     return batches
 
 
-def _run(spans: Sequence[tuple[int, int]], rng: random.Random, length: int = RUN) -> range:
-    """Return consecutive M, ``length`` of them, of the longest span, in its first rows, where they cost the least."""
-    first, last = max(spans, key=lambda span: min(span[1] - span[0], length))
+def _run_length(rows: int, call_s: float) -> int:
+    """Return the number of consecutive M of a kernel whose tiles have ``rows`` rows, at most ``RUN``, and whose calls
+    take ``call_s`` seconds there, 0.0 if that is not known."""
+    affordable = int(min(RUN, RUN_S / call_s)) if call_s else RUN
+    return max(SHORT_RUN, rows, affordable)
+
+
+def _longest(spans: Sequence[tuple[int, int]], length: int = RUN) -> tuple[int, int]:
+    """Return the first of the spans that have ``length`` sizes, or of the longest."""
+    return max(spans, key=lambda span: min(span[1] - span[0], length))
+
+
+def _run(spans: Sequence[tuple[int, int]], rng: random.Random, length: int) -> range:
+    """Return consecutive M, ``length`` of them, of a long span, in its first rows, where they cost the least."""
+    first, last = _longest(spans, length)
     start = rng.randint(first, max(first, min(first + length, last - length + 1)))
     return range(start, min(start + length, last + 1))
 

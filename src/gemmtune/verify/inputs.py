@@ -233,7 +233,10 @@ def fill_random(out: Tensor, dtype: str, source: RandomSource, *, extremes: bool
     chunk = _CHUNK if is_host(out.device.type) else _DEVICE_CHUNK
     for start in range(0, flat.numel(), chunk):
         piece = flat[start : start + chunk]
-        piece.copy_(_values(piece.numel(), dtype, source, extremes))
+        if dtype in ("float32", "float64"):
+            source.fill_normal(piece)
+        else:
+            piece.copy_(_values(piece.numel(), dtype, source, extremes))
 
 
 def _values(count: int, dtype: str, source: RandomSource, extremes: bool) -> Tensor:
@@ -250,7 +253,7 @@ def _values(count: int, dtype: str, source: RandomSource, extremes: bool) -> Ten
         return raw.view(getattr(torch, dtype))
     if dtype in ("int32", "int64"):
         return source.integers(-WIDE_INTEGERS, WIDE_INTEGERS + 1, (count,), getattr(torch, dtype))
-    return source.normal((count,), torch.float64 if dtype == "float64" else torch.float32)
+    return source.normal((count,))
 
 
 def _random_bytes(count: int, dtype: str, source: RandomSource, extremes: bool) -> Tensor:

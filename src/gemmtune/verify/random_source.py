@@ -24,6 +24,13 @@ class RandomSource:
         drawn = torch.randn(shape, generator=self._generator, dtype=dtype, device=self._drawn_on)
         return drawn.to(self.device)
 
+    def fill_normal(self, out: Tensor) -> None:
+        """Overwrite a float tensor with numbers of the standard normal distribution."""
+        if self._drawn_on == out.device:
+            out.normal_(generator=self._generator)
+        else:
+            out.copy_(self.normal(tuple(out.shape), out.dtype))
+
     def uniform(self, shape: tuple[int, ...], dtype: torch.dtype = torch.float32) -> Tensor:
         """Return numbers that are uniform in [0, 1)."""
         return torch.rand(shape, generator=self._generator, dtype=dtype, device=self._drawn_on).to(self.device)

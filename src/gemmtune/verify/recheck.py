@@ -138,10 +138,10 @@ class _Recheck:
         """Overwrite A, and a B that is not constant, with other values in place; the outputs are not changed."""
         for index in sets:
             inputs = self.raced.sets[index][0]
-            _overwrite(inputs.a, self.problem.a.dtype, self.source)
+            fill_random(inputs.a, self.problem.a.dtype, self.source)
             self._insert_special_rows(inputs.a)
             if not self.problem.b.constant and isinstance(inputs.b, Tensor):
-                _overwrite(inputs.b, self.problem.b.dtype, self.source)
+                fill_random(inputs.b, self.problem.b.dtype, self.source)
             self.samples.pop(index, None)
 
     def _insert_special_rows(self, a: Tensor) -> None:
@@ -320,13 +320,6 @@ def _compare(problem: Problem, sample: _OutputSample, out: Tensor, parts: Sequen
     if part is not None:
         return f"out[.., {row - part.start}, {column}] is {number:.9g}, expected {expected:.9g} (M = {part.m})"
     return f"out[.., {row}, {column}] is {number:.9g}, expected {expected:.9g}"
-
-
-def _overwrite(t: Tensor, dtype: str, source: RandomSource) -> None:
-    """Overwrite a tensor with random values."""
-    drawn = torch.empty(t.shape, dtype=t.dtype, device=t.device)
-    fill_random(drawn, dtype, source)
-    as_bytes(t).copy_(as_bytes(drawn))
 
 
 def _select_indices(t: Tensor, dim: int, indices: Tensor) -> Tensor:
