@@ -244,3 +244,21 @@ def test_time_of_a_tested_layout_includes_the_cost_of_serving_it() -> None:
     )  # fmt: skip
     decision = msgspec.structs.replace(decision, layouts={"toy:plain": test})
     assert tuned_point(decision).options["toy:plain"].seconds == pytest.approx(0.6 + SERVING_S, abs=SERVING_S / 10)
+
+
+@pytest.mark.parametrize(("round_ratio", "best"), [(0.38, "toy:fast"), (None, "toy:other"), (0.0, "toy:other")])
+def test_layout_without_a_paired_test_takes_longer_when_served_as_the_winner_does(
+    round_ratio: float | None, best: str
+) -> None:
+    """The winner is faster in every round, and its times in the paired test and among other work are longer."""
+    problem = linear_problem(1, 64, 64, "float32")
+    winner, other = evidence(toy("fast"), 0.4, 0.4), evidence(toy("other"), 0.39, 0.39)
+    decision = decide(problem, winner, other, chosen=toy("fast"))
+    plain = AtenBackend().default_candidate(problem)
+    test = LayoutDecision("winner", winner.id, plain.id, 0.4, 0.39, 0.41, {"between": 0.42}, True, round_ratio)
+    alternatives = {"toy:fast": winner.id, "toy:other": other.id}
+    decision = msgspec.structs.replace(decision, layouts={"toy:fast": test}, alternatives=alternatives)
+    point = tuned_point(decision)
+    if round_ratio:
+        assert point.options["toy:other"].seconds == pytest.approx(0.39 * 0.42 / round_ratio, rel=1e-4)
+    assert choose_packing([point]) == best

@@ -79,7 +79,8 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     the median of the paired ratios of the candidate's time to the baseline's, with its interval [ratio_lo, ratio_hi].
     surroundings: the median paired ratio by the name of the surrounding work (``timing.surroundings``). overlap:
     whether the kernel is faster in a CUDA graph when it begins before the preceding kernel ends (programmatic dependent
-    launch, PDL).
+    launch, PDL). round_ratio: the median of the same ratios in the rounds before the paired test, to which those of
+    kernels without a paired test are comparable; None in records written before this field existed.
     """
 
     outcome: Literal["winner", "tie"]
@@ -90,6 +91,7 @@ class LayoutDecision(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     ratio_hi: float
     surroundings: dict[str, float] = {}
     overlap: bool = True
+    round_ratio: float | None = None
 
     @property
     def won_among_other_work_only(self) -> bool:

@@ -162,9 +162,11 @@ class _Race(Elimination):
         if challenger.raw and not baseline.raw and not won:
             return False, disagreement  # the raw layout has another baseline
         ratios = {name: round(item.ratio, 4) for name, item in compared.items()}
+        round_ratio = ratio_to_baseline(challenger, baseline)
         self.layouts[challenger.packing or ""] = LayoutDecision(
             "winner" if won else "tie", challenger.id, baseline.id,
             test.interval.center, test.interval.lo, test.interval.hi, ratios, overlap,
+            round_ratio if math.isfinite(round_ratio) else None,
         )  # fmt: skip
         if won and not test.won:
             test.reason += f", and {self.layouts[challenger.packing or ''].worst_ratio:.3f}x at most among other work"
