@@ -178,38 +178,6 @@ void amx_tile(const TileArgs& t) {
   add_scaled<NV>(previous, products[(index + 1) % 2], 0, MR);
 }
 
-struct F32Pair {
-  __m512 even, odd;
-};
-
-// fp32 FMAs over the layout of bf16 pairs: two consecutive k of 16 columns at a time.
-struct FmaPairs : Float512 {
-  using AVec = F32Pair;
-  using BVec = F32Pair;
-  GT_INLINE F32Pair split_pairs(__m512i v) {
-    return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
-            _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
-  }
-  GT_INLINE F32Pair broadcast(const char* p) {
-    int v;
-    __builtin_memcpy(&v, p, 4);
-    return split_pairs(_mm512_set1_epi32(v));
-  }
-  GT_INLINE __m512 dot(__m512 acc, F32Pair a, F32Pair b) {
-    return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, acc));
-  }
-};
-
-struct FmaPairsS8 : FmaPairs {
-  using StoredVec = DotS8::StoredVec;
-  static constexpr int kVectorBytes = DotS8::kVectorBytes;
-  GT_INLINE StoredVec load_stored(const char* p) { return DotS8::load_stored(p); }
-  template <int S> GT_INLINE F32Pair convert(StoredVec v) {
-    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(v))),
-            _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1)))};
-  }
-};
-
 struct FmaPairsS4 : FmaPairs {
   using StoredVec = DotS4::StoredVec;
   static constexpr int kVectorBytes = DotS4::kVectorBytes, kGroupsPerRow = DotS4::kGroupsPerRow;

@@ -27,33 +27,74 @@ struct DotBf16 : Dot {
   template <int S> GT_INLINE __m512bh convert(StoredVec v) { return (__m512bh)v; }
 };
 
-// Convert 32 int8 (16 columns at the even k, then these columns at the odd k) to bf16 pairs, exactly: |q| <= 128 has 8
+// 16 columns at the even k, and these columns at the odd k. Two loads, since the instructions that widen bytes read memory.
+struct BytePairs {
+  __m128i even, odd;
+};
+
+GT_INLINE BytePairs load_byte_pairs(const char* p) {
+  const auto* bytes = reinterpret_cast<const __m128i*>(p);
+  return {_mm_loadu_si128(bytes), _mm_loadu_si128(bytes + 1)};
+}
+
+// Convert 32 int8 to bf16 pairs, exactly: |q| <= 128 has 8
 // significant bits, so the lower half of its fp32 form is zero. A shift and an OR join the halves; vcvtne2ps2bf16 would
 // compete with the products for the multipliers (on Zen 5: 8% of the time at M = 16).
 struct DotS8 : Dot {
-  using StoredVec = __m256i;
+  using StoredVec = BytePairs;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE StoredVec load_stored(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  GT_INLINE StoredVec load_stored(const char* p) { return load_byte_pairs(p); }
   template <int S> GT_INLINE __m512bh convert(StoredVec v) {
-    const __m512 even = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(v)));
-    const __m512 odd = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(v, 1)));
+    const __m512 even = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v.even));
+    const __m512 odd = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v.odd));
     return (__m512bh)_mm512_or_si512(_mm512_srli_epi32(_mm512_castps_si512(even), 16), _mm512_castps_si512(odd));
   }
 };
 
-// Convert 32 float8_e4m3fn (in the order of DotS8's int8) to bf16 pairs, exactly, in lanes of 16 bits: normal numbers get
+struct F32Pair {
+  __m512 even, odd;
+};
+
+// fp32 FMAs over the layout of bf16 pairs: two consecutive k of 16 columns at a time.
+struct FmaPairs : Float512 {
+  using AVec = F32Pair;
+  using BVec = F32Pair;
+  GT_INLINE F32Pair split_pairs(__m512i v) {
+    return {_mm512_castsi512_ps(_mm512_slli_epi32(v, 16)),
+            _mm512_castsi512_ps(_mm512_and_si512(v, _mm512_set1_epi32(static_cast<int>(0xffff0000u))))};
+  }
+  GT_INLINE F32Pair broadcast(const char* p) {
+    int v;
+    __builtin_memcpy(&v, p, 4);
+    return split_pairs(_mm512_set1_epi32(v));
+  }
+  GT_INLINE __m512 dot(__m512 acc, F32Pair a, F32Pair b) {
+    return _mm512_fmadd_ps(a.odd, b.odd, _mm512_fmadd_ps(a.even, b.even, acc));
+  }
+};
+
+struct FmaPairsS8 : FmaPairs {
+  using StoredVec = DotS8::StoredVec;
+  static constexpr int kVectorBytes = DotS8::kVectorBytes;
+  GT_INLINE StoredVec load_stored(const char* p) { return DotS8::load_stored(p); }
+  template <int S> GT_INLINE F32Pair convert(StoredVec v) {
+    return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v.even)), _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(v.odd))};
+  }
+};
+
+// Convert 32 float8_e4m3fn to bf16 pairs, exactly, in lanes of 16 bits: normal numbers get
 // another exponent bias (127 - 7), the seven subnormals of each sign come from a table, and 0x7F is NaN.
 struct DotF8 : Dot {
-  using StoredVec = __m256i;
+  using StoredVec = BytePairs;
   static constexpr int kVectorBytes = 32;
-  GT_INLINE StoredVec load_stored(const char* p) { return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)); }
+  GT_INLINE StoredVec load_stored(const char* p) { return load_byte_pairs(p); }
   GT_INLINE __m512i subnormals() {  // 0 to 7 times 2^-9
     const __m128i first = _mm_setr_epi16(0x0000, 0x3B00, 0x3B80, 0x3BC0, 0x3C00, 0x3C20, 0x3C40, 0x3C60);
     return _mm512_castsi128_si512(first);
   }
   template <int S> GT_INLINE __m512bh convert(StoredVec v) {
-    const __m512i even = _mm512_cvtepu8_epi32(_mm256_castsi256_si128(v));
-    const __m512i odd = _mm512_cvtepu8_epi32(_mm256_extracti128_si256(v, 1));
+    const __m512i even = _mm512_cvtepu8_epi32(v.even);
+    const __m512i odd = _mm512_cvtepu8_epi32(v.odd);
     const __m512i bytes = _mm512_or_si512(even, _mm512_slli_epi32(odd, 16)), low = _mm512_set1_epi16(0x7F);
     const __m512i magnitude = _mm512_and_si512(bytes, low);
     const __mmask32 subnormal = _mm512_cmplt_epu16_mask(magnitude, _mm512_set1_epi16(8));

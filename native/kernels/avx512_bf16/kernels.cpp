@@ -6,9 +6,20 @@
 namespace gemmtune {
 namespace {
 
+// Return the kernels of int8 weights. One row is multiplied by FMAs: joining two int8 to a pair for one product takes two instructions
+// of the same units, and more than one row shares them.
+constexpr KernelSet int8_set() {
+  KernelSet set = make_kernel_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8);
+  set.tile[1][1] = &run_tile<FmaPairsS8, 1, 1>;
+  set.tile[2][1] = &run_tile<FmaPairsS8, 1, 2>;
+  set.tile[3][1] = &run_tile<FmaPairsS8, 1, 3>;
+  set.tile[4][1] = &run_tile<FmaPairsS8, 1, 4>;
+  return set;
+}
+
 constexpr KernelSet kSets[] = {
     add_dot_kernels<RowDotBf16>(make_kernel_set<DotBf16, 12, 12, 8, 6>(Compute::bf16, DType::bf16)),
-    make_kernel_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8), make_kernel_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
+    int8_set(), make_kernel_set<DotF8, 12, 12, 8, 6>(Compute::bf16, DType::f8),
     make_kernel_set<DotS4, 12, 10, 6, 4>(Compute::bf16, DType::s4),
 };
 
