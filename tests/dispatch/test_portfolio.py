@@ -262,3 +262,18 @@ def test_layout_without_a_paired_test_takes_longer_when_served_as_the_winner_doe
     if round_ratio:
         assert point.options["toy:other"].seconds == pytest.approx(0.39 * 0.42 / round_ratio, rel=1e-4)
     assert choose_packing([point]) == best
+
+
+def test_layout_whose_kernel_ties_with_an_aten_layout_does_not_serve_in_its_stead() -> None:
+    """bf16 256x5632x2048 on an EPYC: 0.994 of oneDNN's packed product was no proof, and the graph had the plain op."""
+    problem = linear_problem(256, 64, 64, "float32")
+    own = evidence(toy("ours"), 0.994, 0.994)
+    packed_aten = msgspec.structs.replace(evidence(Candidate.make("aten", "mkldnn"), 1.0, 1.0), packing="aten:mkldnn")
+    plain = evidence(AtenBackend().default_candidate(problem), 1.03, 1.03)
+    test = LayoutDecision("tie", own.id, packed_aten.id, 0.994, 0.985, 1.004)
+    alternatives = {"toy:ours": own.id, "aten:mkldnn": packed_aten.id, "": plain.id}
+    decision = msgspec.structs.replace(
+        decide(problem, own, packed_aten, chosen=Candidate.make("aten", "mkldnn")),
+        evidence=(own, packed_aten, plain), layouts={"toy:ours": test}, alternatives=alternatives,
+    )  # fmt: skip
+    assert rank_packings([decision]) == ["aten:mkldnn", None]

@@ -242,9 +242,17 @@ def total_seconds(points: Sequence[TunedPoint], share: Mapping[int, float]) -> d
     """Return the total time of each packed layout: the sum over the points of share times seconds."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
-        own = {p.m: p.options[layout].seconds for p in points if layout in p.options}
+        own = {p.m: _proved_seconds(p, p.options[layout]) for p in points if layout in p.options}
         totals[layout] = sum(share[p.m] * at_most(own, p.m) for p in points)
     return totals
+
+
+def _proved_seconds(p: TunedPoint, option: Option) -> float:
+    """Return the seconds of an option of a packed layout, or of the plain op if they are more and the option does not
+    beat ATen beyond the noise: a layout that ATen has, too, must not lose to a tie with it."""
+    if option.beats_aten or not math.isfinite(p.plain_s):
+        return option.seconds
+    return max(option.seconds, p.plain_s)
 
 
 def at_most(own: Mapping[int, float], m: int) -> float:
