@@ -66,6 +66,18 @@ def test_a_gate_saves_a_kernel_or_half_of_what_it_reads() -> None:
     assert gate_read_s(gate, GPU) == pytest.approx(4 * 4096 * 2 / 3e12)
 
 
+def test_activations_take_time_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    plain, elements = build(16, 4096, 32, "bf16"), 16 * 4096
+    silu = replace(plain, epilogue=(Step("silu"), Step("add", "full", "bfloat16")))
+    added = replace(plain, epilogue=(Step("add", "full", "bfloat16"),))
+    gate, plain_gate = (replace(plain, epilogue=(Step(kind),)) for kind in ("geglu_tanh", "swiglu"))
+    for seconds in (pointwise_s, residual_s):
+        assert seconds(silu, CPU) - seconds(added, CPU) == pytest.approx(elements * 0.45e-9 / 2)
+        assert seconds(silu, GPU) == seconds(added, GPU)
+    assert gate_read_s(gate, CPU) - gate_read_s(plain_gate, CPU) == pytest.approx(elements / 2 * 1.4e-9 / 2)
+
+
 def test_untuned_products_are_assumed_to_be_limited_by_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

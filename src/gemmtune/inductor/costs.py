@@ -11,6 +11,7 @@ import torch
 from .. import backends
 from ..core.candidate import Illegal
 from ..core.devices import is_host
+from ..core.epilogue import GATES
 from ..core.problem import Problem, bits
 from ..dispatch.runtime import RUNTIME, current_target
 
@@ -22,6 +23,10 @@ _BANDWIDTH = {True: 1.5e10, False: 3e12}
 # one matrix added in front, and 4.7 to 6.7 us with two or three (benchmarks/results/e2e-gpu-kernels-20261125.txt).
 _READ_S = {True: 0.0, False: 1e-6}
 
+
+# Seconds for an element that Inductor's kernels take longer on one thread of a CPU for an activation: bfloat16, an AMD
+# EPYC with AVX512 (benchmarks/results/pointwise-cpu-20261129.txt). On a GPU they are limited by memory with it, too.
+_ACTIVATION_S: dict[str, float] = {"silu": 0.45e-9, "gelu": 0.7e-9, "gelu_tanh": 1.85e-9}
 
 # A norm's kernel that Inductor need not launch, without its memory traffic. On an H100, seven norms that products
 # computed saved 20 us of a decode step in bfloat16, although each product took 1.5 us longer, and 98 us with int8
@@ -116,16 +121,28 @@ def pointwise_s(problem: Problem, device: torch.device) -> float:
     its own result; for a gate, one that multiplies two products."""
     host = is_host(device.type)
     width = bits(problem.out_dtype) // 8
+    fixed_s = _LAUNCH_S[host] + _activations_s(problem, device)
     if problem.gate is not None:
-        return _LAUNCH_S[host] + 3 * problem.m * problem.columns * width / _BANDWIDTH[host]
+        return fixed_s + 3 * problem.m * problem.columns * width / _BANDWIDTH[host]
     elements = problem.m * problem.n * problem.batch
     matrices = sum(bits(step.dtype) // 8 for step in problem.epilogue if step.axis == "full" and step.dtype)
-    return _LAUNCH_S[host] + elements * (2 * width + matrices) / _BANDWIDTH[host]
+    return fixed_s + elements * (2 * width + matrices) / _BANDWIDTH[host]
+
+
+def _activations_s(problem: Problem, device: torch.device) -> float:
+    """Return the seconds that Inductor's kernels take longer for the activations of a Problem's epilogue, its gate's
+    among them, with torch's present number of threads."""
+    if not is_host(device.type):
+        return 0.0
+    kinds = (GATES.get(step.kind, step.kind) for step in problem.epilogue)
+    element_s = sum(_ACTIVATION_S.get(kind, 0.0) for kind in kinds)
+    return problem.m * problem.columns * problem.batch * element_s / torch.get_num_threads()
 
 
 def gate_read_s(problem: Problem, device: torch.device) -> float:
     """Return the seconds that a kernel of Inductor's saves which reads a gate's result in place of its two factors."""
-    return problem.m * problem.columns * (bits(problem.out_dtype) // 8) / _BANDWIDTH[is_host(device.type)]
+    bytes_saved = problem.m * problem.columns * (bits(problem.out_dtype) // 8)
+    return bytes_saved / _BANDWIDTH[is_host(device.type)] + _activations_s(problem, device)
 
 
 def norm_s(problem: Problem, device: torch.device) -> float:
@@ -160,4 +177,5 @@ def residual_s(problem: Problem, device: torch.device) -> float:
     that is added last."""
     host = is_host(device.type)
     width = bits(problem.epilogue[-1].dtype or problem.out_dtype) // 8
-    return _READ_S[host] + problem.m * problem.n * problem.batch * width / _BANDWIDTH[host]
+    read_s = _READ_S[host] + problem.m * problem.n * problem.batch * width / _BANDWIDTH[host]
+    return read_s + _activations_s(problem, device)
