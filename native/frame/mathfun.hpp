@@ -1,4 +1,4 @@
-// exp, sigmoid, SiLU and the two GELUs in fp32, without branches so that loops over them vectorise. NaN and infinities
+// exp, SiLU and the two GELUs in fp32, without branches so that loops over them vectorise. NaN and infinities
 // propagate as in ATen.
 #pragma once
 
@@ -7,19 +7,24 @@
 namespace gemmtune {
 namespace {
 
-// exp by range reduction to [-ln2/2, ln2/2] with a two-part ln2 (Cody & Waite 1980) and the degree-5 minimax
-// polynomial of Cephes' expf; 2 ulp on the finite range. Below -87.3 the result flushes to 0, above 88.7 it is inf.
-inline float exp_f32(float x) {
-  const float clamped = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
-  const float n = __builtin_rintf(clamped * 1.44269504f);
-  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+// exp in [-ln2/2, ln2/2] by the degree-5 minimax polynomial of Cephes' expf.
+inline float exp_of_remainder(float r) {
   float p = 1.9875691500e-4f;
   p = p * r + 1.3981999507e-3f;
   p = p * r + 8.3334519073e-3f;
   p = p * r + 4.1665795894e-2f;
   p = p * r + 1.6666665459e-1f;
   p = p * r + 5.0000001201e-1f;
-  const float m = (p * r * r + r) + 1.0f;
+  return (p * r * r + r) + 1.0f;
+}
+
+// exp by range reduction to [-ln2/2, ln2/2] with a two-part ln2 (Cody & Waite 1980); 2 ulp on the finite range. Below -87.3 the
+// result flushes to 0, above 88.7 it is inf.
+inline float exp_f32(float x) {
+  const float clamped = x < -87.3f ? -87.3f : (x > 88.7f ? 88.7f : x);
+  const float n = __builtin_rintf(clamped * 1.44269504f);
+  const float r = (clamped - n * 0.693359375f) + n * 2.12194440e-4f;
+  const float m = exp_of_remainder(r);
   // n is at most 128, and 2^128 overflows: scale by two factors.
   const int32_t e = x == x ? static_cast<int32_t>(n) : 0;
   const int32_t half = e >> 1;
@@ -30,9 +35,19 @@ inline float exp_f32(float x) {
   return x != x ? x : y;
 }
 
-inline float sigmoid_f32(float x) { return 1.0f / (1.0f + exp_f32(-x)); }
+// 1 + exp(-x), for quotients by it: where exp(-x) is below 2^-24 it does not matter, and above 2^128 the sum is inf. So one
+// factor scales the polynomial of exp_f32, by 2^(n - 1), and n is rounded by an addition, which leaves it in the low bits.
+inline float one_plus_exp_of_minus(float x) {
+  constexpr float kRounds = 12582912.0f;  // 1.5 * 2^23: the sum's last bit counts ones
+  const float minus = -x < -87.0f ? -87.0f : (-x > 89.0f ? 89.0f : -x);
+  const float sum = minus * 1.44269504f + kRounds;
+  const float n = sum - kRounds;
+  const float r = (minus - n * 0.693359375f) + n * 2.12194440e-4f;
+  const float half_of_power = from_bits((to_bits(sum) + 126u) << 23);
+  return 1.0f + 2.0f * (exp_of_remainder(r) * half_of_power);
+}
 
-inline float silu_f32(float x) { return x * sigmoid_f32(x); }
+inline float silu_f32(float x) { return x / one_plus_exp_of_minus(x); }
 
 // erfc(z), z >= 0, fractional error 1.2e-7 (Press et al., Numerical Recipes, 2nd ed., section 6.2).
 inline float erfc_f32(float z) {
@@ -60,7 +75,7 @@ inline float gelu_f32(float x) {
 
 inline float gelu_tanh_f32(float x) {
   const float y = 1.59576912f * (x + 0.044715f * x * x * x);  // 2 * sqrt(2 / pi) * (...)
-  return x * sigmoid_f32(y);
+  return x / one_plus_exp_of_minus(y);
 }
 
 }  // namespace
