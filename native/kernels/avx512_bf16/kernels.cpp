@@ -6,8 +6,8 @@
 namespace gemmtune {
 namespace {
 
-// Return the kernels of int8 weights. One row is multiplied by FMAs: joining two int8 to a pair for one product takes two instructions
-// of the same units, and more than one row shares them.
+// Return the kernels of int8 weights. One row is multiplied by fp32 FMAs: a pair for vdpbf16ps takes a shift and an OR, which pay only
+// where several rows share it.
 constexpr KernelSet int8_set() {
   KernelSet set = make_kernel_set<DotS8, 12, 12, 8, 6>(Compute::bf16, DType::s8);
   set.tile[1][1] = &run_tile<FmaPairsS8, 1, 1>;

@@ -84,9 +84,10 @@ def tuned_point(decision: Decision) -> TunedPoint:
             if fastest is None or option.seconds < fastest.seconds:
                 options[row.packing] = option
     factor = _served_over_raced(decision)
-    for packing, option in options.items():
-        if option.candidate.backend != "aten":
-            options[packing] = option._replace(seconds=factor * option.seconds)
+    options = {
+        packing: option if option.candidate.backend == "aten" else option._replace(seconds=factor * option.seconds)
+        for packing, option in options.items()
+    }
     for packing, layout in decision.layouts.items():
         options[packing or None] = _tested(layout, by_id, options.get(packing or None), base, problem)
     raw_aten = [
