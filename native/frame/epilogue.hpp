@@ -198,8 +198,8 @@ inline void store_rows(const EpilogueArgs& e, const Convert& convert) {
 }
 
 #if defined(__AVX512BF16__)
-// Store float accumulators, or what steps made of them, as bfloat16 by vcvtneps2bf16, which flushes subnormals as vdpbf16ps does. In
-// instructions that round by integers, as others are, a tile took ten of them for each vector.
+// Store float accumulators, or what steps made of them, as bfloat16 by vcvtneps2bf16, which flushes subnormals as vdpbf16ps does.
+// f32_to_bf16 takes about ten instructions for each vector.
 inline void store_bfloat16(const EpilogueArgs& e) {
   const auto* from = static_cast<const float*>(e.c);
   auto* to = reinterpret_cast<uint16_t*>(e.out);

@@ -83,7 +83,7 @@ def tuned_point(decision: Decision) -> TunedPoint:
             fastest = options.get(row.packing)
             if fastest is None or option.seconds < fastest.seconds:
                 options[row.packing] = option
-    factor = _served_over_raced(decision)
+    factor = _serving_factor(decision)
     options = {
         packing: option if option.candidate.backend == "aten" else option._replace(seconds=factor * option.seconds)
         for packing, option in options.items()
@@ -99,7 +99,7 @@ def tuned_point(decision: Decision) -> TunedPoint:
     return TunedPoint(problem, decision.outcome, options, min(raw_aten, default=float("inf")), faulty)
 
 
-def _served_over_raced(decision: Decision) -> float:
+def _serving_factor(decision: Decision) -> float:
     """Return the winner's worst ratio to its baseline over their ratio in the rounds of the race; 1.0 without a winner.
 
     By this factor, kernels of layouts that had no paired test are assumed to take longer than in the rounds, as the
@@ -243,14 +243,15 @@ def total_seconds(points: Sequence[TunedPoint], share: Mapping[int, float]) -> d
     """Return the total time of each packed layout: the sum over the points of share times seconds."""
     totals: dict[str, float] = {}
     for layout in {name for p in points for name in p.options if name is not None}:
-        own = {p.m: _proved_seconds(p, p.options[layout]) for p in points if layout in p.options}
+        own = {p.m: _ranked_seconds(p, p.options[layout]) for p in points if layout in p.options}
         totals[layout] = sum(share[p.m] * at_most(own, p.m) for p in points)
     return totals
 
 
-def _proved_seconds(p: TunedPoint, option: Option) -> float:
-    """Return the seconds of an option of a packed layout, or of the plain op if they are more and the option does not
-    beat ATen beyond the noise: a layout that ATen has, too, must not lose to a tie with it."""
+def _ranked_seconds(p: TunedPoint, option: Option) -> float:
+    """Return the seconds by which an option of a packed layout is ranked. For a kernel that does not beat ATen beyond
+    the noise, they are the plain op's if those are more: otherwise its layout could be ranked before the ATen layout
+    that it ties with, and graphs, which such a kernel does not serve, would have the plain op."""
     if option.beats_aten or not math.isfinite(p.plain_s):
         return option.seconds
     return max(option.seconds, p.plain_s)

@@ -25,7 +25,7 @@ _READ_S = {True: 0.0, False: 1e-6}
 
 
 # Seconds for an element that Inductor's kernels take longer on one thread of a CPU for an activation: bfloat16, an AMD
-# EPYC with AVX512 (benchmarks/results/pointwise-cpu-20261129.txt). On a GPU they are limited by memory with it, too.
+# EPYC with AVX512 (benchmarks/results/pointwise-cpu-20261129.txt). Not measured on GPUs, where it counts nothing.
 _ACTIVATION_S: dict[str, float] = {"silu": 0.45e-9, "gelu": 0.7e-9, "gelu_tanh": 1.85e-9}
 
 # A norm's kernel that Inductor need not launch, without its memory traffic. On an H100, seven norms that products
