@@ -46,7 +46,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.core.workloads import build, linear_problem, weight_only_problem
 from gemmtune.dispatch import RUNTIME, current_target
-from gemmtune.dispatch.runtime import Runtime
+from gemmtune.dispatch.runtime import Choice, Runtime
 from gemmtune.store import open_store
 from gemmtune.store.base import Store
 from gemmtune.timing import devices
@@ -201,14 +201,20 @@ class Witness:
     def __init__(self) -> None:
         self.chosen: Kernel | None = None
         self.calls = 0
-        ask = Runtime.kernel_for
+        choose, of_size = Runtime.choose, Runtime.kernel_of_size
 
-        def kernel_for(runtime: Runtime, *args: Any, **options: Any) -> Kernel | None:
+        def choose_and_note(runtime: Runtime, *args: Any, **options: Any) -> Choice:
             self.calls += 1
-            self.chosen = ask(runtime, *args, **options)
+            choice = choose(runtime, *args, **options)
+            self.chosen = choice.kernel
+            return choice
+
+        def note_kernel(runtime: Runtime, *args: Any) -> Kernel | None:
+            self.calls += 1
+            self.chosen = of_size(runtime, *args)
             return self.chosen
 
-        Runtime.kernel_for = kernel_for  # type: ignore[assignment,method-assign]
+        Runtime.choose, Runtime.kernel_of_size = choose_and_note, note_kernel  # type: ignore[method-assign]
 
 
 def torch_form(problem: Problem, inputs: Inputs) -> tuple[Problem, Inputs]:

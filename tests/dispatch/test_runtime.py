@@ -158,7 +158,7 @@ def test_busy_store_is_read_later_and_once(own_store: MemoryStore, monkeypatch: 
 def test_second_call_does_not_look_up_the_kernel(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
     store_decision(own_store, problem(3), evidence(toy(), 0.1), chosen=toy())
     assert run_linear(3)
-    monkeypatch.setattr(RUNTIME, "kernel_for", lambda *_: pytest.fail("looked up again"))
+    monkeypatch.setattr(RUNTIME, "choose", lambda *_: pytest.fail("looked up again"))
     assert run_linear(3)
 
 
@@ -224,20 +224,20 @@ def test_entry_prepared_before_a_refresh_is_not_cached(
         lambda: gemmtune.int_mm(ints, ints.t()),
         lambda: gemmtune.mixed_mm(x[:, :2], weight_only),
     )
-    original = RUNTIME.kernel_for
+    original = RUNTIME.choose
 
     def choose_and_forget(*args: object) -> object:
-        kernel = original(*args)  # type: ignore[arg-type]
+        choice = original(*args)  # type: ignore[arg-type]
         thread = threading.Thread(target=forget)
         thread.start()
         thread.join()
-        return kernel
+        return choice
 
-    monkeypatch.setattr(RUNTIME, "kernel_for", choose_and_forget)
+    monkeypatch.setattr(RUNTIME, "choose", choose_and_forget)
     for call in calls:
         call()
         assert not DISPATCH_CACHE
-    monkeypatch.setattr(RUNTIME, "kernel_for", original)
+    monkeypatch.setattr(RUNTIME, "choose", original)
     for count, call in enumerate(calls):
         call()
         assert len(DISPATCH_CACHE) == count + 1

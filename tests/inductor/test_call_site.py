@@ -13,7 +13,7 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
 from gemmtune.core.tuned_plan import PlanInterval
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch.runtime import RUNTIME, current_target
+from gemmtune.dispatch.runtime import RUNTIME, Choice, current_target
 from gemmtune.inductor.call_site import CallSite, write_result
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
@@ -60,7 +60,12 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
     own_store.put_plan(target, msgspec.structs.replace(plan, last=128, intervals=intervals))
     RUNTIME.refresh(own_store)
     asked: list[Problem] = []
-    monkeypatch.setattr(RUNTIME, "kernel_for", lambda problem, *_: asked.append(problem))
+
+    def choose_pytorch(problem: Problem, *_: object) -> Choice:
+        asked.append(problem)
+        return Choice(None)
+
+    monkeypatch.setattr(RUNTIME, "choose", choose_pytorch)
     site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json())
     x, gain, shift = torch.randn(200, 64).bfloat16(), torch.rand(64).bfloat16(), torch.randn(64).bfloat16()
     first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))

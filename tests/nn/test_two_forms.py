@@ -135,7 +135,7 @@ def test_kernels_of_the_plan_serve_the_raw_form(plain: nn.Module, own_store: Mem
 def test_a_hit_does_not_choose_the_form_again(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     xs = [torch.randn(m, 8) for m in (8, 32)]
     wanted = [model(x) for x in xs]
-    monkeypatch.setattr(RUNTIME, "serves_raw", lambda *_: pytest.fail("the entry of this M is cached"))
+    monkeypatch.setattr(RUNTIME, "forms", lambda *_: pytest.fail("the entry of this M is cached"))
     for x, result in zip(xs, wanted, strict=True):
         assert torch.equal(model(x), result)
 
@@ -490,8 +490,10 @@ def test_raw_form_of_another_weight_is_refused() -> None:
 
 def test_raw_form_is_served_on_its_device_only(model: nn.Module) -> None:
     problem = gemmtune.ops.linear.describe(torch.randn(32, 8), model.up.weight.packed, torch.randn(16)).problem
-    assert RUNTIME.serves_raw(problem, model.up.weight.packed, CPU)
-    assert not RUNTIME.serves_raw(problem, model.up.weight.packed, torch.device("meta"))
+    forms = RUNTIME.forms(problem, model.up.weight.packed, CPU)
+    assert forms is not None
+    assert forms.is_raw(32)
+    assert RUNTIME.forms(problem, model.up.weight.packed, torch.device("meta")) is None
 
 
 # --- quantised weights

@@ -234,6 +234,8 @@ class CudaDevice(Device):
         return current_cuda(sources, device.index)
 
     def is_capturing(self, device: torch.device) -> bool:
+        if torch.cuda.current_device() == device.index:
+            return torch.cuda.is_current_stream_capturing()
         with torch.cuda.device(device):
             return torch.cuda.is_current_stream_capturing()
 

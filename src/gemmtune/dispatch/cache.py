@@ -4,12 +4,14 @@ A key says little of a call: its op, the shape of its first operand, the number 
 first, differ in dtype, strides, device and whether a gradient is wanted; each has a guard that says whether it serves
 given operands. ``DISPATCH_CACHE`` maps a key to a tuple of entries that is replaced as a whole, so that readers need no
 lock; writers hold ``Runtime``'s.
+
+``DESCRIBED_CALLS`` has, under keys without M, what served calls with other M (``another_m``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor
 
@@ -21,8 +23,22 @@ from .profiling import run_profiled
 
 # A guard, and the function that serves the operands of which the guard is true.
 GuardedEntry = tuple[Guard, Callable[..., Any]]
+Entry = TypeVar("Entry")
+
+
+class Described(NamedTuple):
+    """A described call: its key in ``DESCRIBED_CALLS``, a guard that takes any M, and a function that returns the
+    function which serves operands of which the guard is true, or None. is_exact: whether the guard tells such operands
+    apart together with a key of ``DISPATCH_CACHE``."""
+
+    key: Any
+    guard: Guard
+    function_for: Callable[..., Any]
+    is_exact: bool
+
 
 DISPATCH_CACHE: dict[Any, tuple[GuardedEntry, ...]] = {}
+DESCRIBED_CALLS: dict[Any, tuple[Described, ...]] = {}
 MAX_KEYS = 8192
 MAX_ENTRIES = 8  # of one key, tried one after the other
 MAX_STRIDES = 1024  # of one key with more entries than that
@@ -72,14 +88,22 @@ def is_reachable() -> bool:
     return not _dispatch_modes() and forward_ad._current_level < 0
 
 
-def insert(key: Any, function: Callable[..., Any], guarded: tuple[Any, ...]) -> None:
-    """Add an entry whose function serves operands like ``guarded`` in a state of PyTorch like this one, unless
-    ``lookup`` could not find it. The oldest entry of a full key, and the oldest key of a full cache, are dropped."""
+def insert(
+    key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], described: Described | None = None,
+    guard: Guard | None = None,
+) -> None:  # fmt: skip
+    """Add an entry whose function serves operands like ``guarded`` in a state of PyTorch like this one, and a described
+    call, unless ``lookup`` could not find the entry. The oldest entry of a full key, and the oldest key of a full
+    cache, are dropped.
+
+    guard: one that, together with the key, is true of such operands only; None has one made.
+    """
     if key is None or not is_reachable() or any(map(is_subclass, guarded)):
         return
-    guard = make_guard(*guarded)
-    if not guard(*guarded):
-        return
+    if guard is None:
+        guard = make_guard(*guarded)
+        if not guard(*guarded):
+            return
     try:
         entries = DISPATCH_CACHE.get(key)
     except TypeError:  # as in lookup
@@ -90,9 +114,17 @@ def insert(key: Any, function: Callable[..., Any], guarded: tuple[Any, ...]) -> 
         _prepend(entries.by_strides, strides_key(guarded), (guard, function), MAX_STRIDES)
     else:
         _prepend(DISPATCH_CACHE, key, (guard, function), MAX_KEYS)
+    if described is not None:
+        _prepend(DESCRIBED_CALLS, described.key, described, MAX_KEYS)
 
 
-def _prepend(table: dict[Any, tuple[GuardedEntry, ...]], key: Any, entry: GuardedEntry, limit: int) -> None:
+def clear() -> None:
+    """Forget all entries and described calls."""
+    DISPATCH_CACHE.clear()
+    DESCRIBED_CALLS.clear()
+
+
+def _prepend(table: dict[Any, tuple[Entry, ...]], key: Any, entry: Entry, limit: int) -> None:
     entries = table.get(key, ())
     while not entries and len(table) >= limit:
         del table[next(iter(table))]

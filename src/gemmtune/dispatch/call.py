@@ -17,9 +17,11 @@ from ..core import checks, devices
 from ..core.call import Call
 from ..core.memory import require_memory
 from ..core.torch_compat import DisableTorchFunction, RecordFunction, increment_version, profiler
+from .another_m import described_entry
 from .fallback import run_fallback
+from .forms import Forms
 from .profiling import run_profiled
-from .runtime import RUNTIME
+from .runtime import RUNTIME, Choice
 from .specialize import (
     LAUNCH_ERRORS,
     FunctionalFn,
@@ -39,13 +41,14 @@ class CacheMiss(NamedTuple):
     key: under which its specialised function may be cached (None: the operands have no key). args: the operands in the
     order of launches, then the epilogue's tensors and out. guarded: the tensors among them (all but a PackedWeight).
     raw: the attribute of the PackedWeight among ``args`` that serves in its place, for a weight that is kept in both
-    forms; empty where the args are the operands.
+    forms; empty where the args are the operands. forms: which of the two serves each M; None for other weights.
     """
 
     key: Any
     args: tuple[Any, ...]
     guarded: tuple[Any, ...]
     raw: str = ""
+    forms: Forms | None = None
 
     @property
     def is_ordinary(self) -> bool:
@@ -56,12 +59,13 @@ class CacheMiss(NamedTuple):
 
 def serve_miss(
     miss: CacheMiss, op: str, call: Call, torch_function: TorchFunction | None = None, *, differentiable: bool = True,
-    out: Tensor | None = None,
+    out: Tensor | None = None, key_without_m: Any = None,
 ) -> Tensor:  # fmt: skip
     """Serve a Call of ordinary operands, and cache the function that served it unless only this call may have it.
 
     torch_function: PyTorch's function for just this call; None where there is none. differentiable: False for ops
-    without a gradient. Raises GradError, and what ``checks.require_output`` raises.
+    without a gradient. key_without_m: under which calls with other M find this one; None where none may. Raises
+    GradError, and what ``checks.require_output`` raises.
     """
     generation = RUNTIME.generation
     args = miss.args if out is None else miss.args[:-1]
@@ -71,13 +75,19 @@ def serve_miss(
         return run_uncached(op, call, out, differentiable=differentiable)
     grad_is_wanted = needs_grad(miss.guarded)
     has_backward = torch_function is not None and torch_function.backward is not None
-    kernel = None if call.problem.is_empty or (grad_is_wanted and not has_backward) else _find_kernel(call)
+    takes_kernel = not call.problem.is_empty and (has_backward or not grad_is_wanted)
+    choice = RUNTIME.choose(call.problem, call.packed, call.a.device) if takes_kernel else Choice(None)
+    kernel = choice.kernel
     if kernel is None and call.packed is not None:
         return run_uncached(op, call, out, differentiable=differentiable)
     run = specialize(call, args, kernel, torch_function, needs_grad=grad_is_wanted, has_out=out is not None)
     if miss.raw:
         run = reading_raw(run, miss.raw, len(miss.args))
-    RUNTIME.cache_entry(miss.key, run, miss.guarded, generation)
+    described = described_entry(
+        key_without_m, call, args, miss.guarded, choice.plan, torch_function, needs_grad=grad_is_wanted, out=out,
+        raw=miss.raw, forms=miss.forms,
+    )  # fmt: skip
+    RUNTIME.cache_entry(miss.key, run, miss.guarded, generation, described)
     return run_profiled(op, run, miss.args)
 
 

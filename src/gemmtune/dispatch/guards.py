@@ -22,11 +22,11 @@ def make_guard(*tensors: Tensor) -> Guard:
     transforms, tracing, inference mode, lazy negation. It does not compare dispatch modes, forward-mode levels and
     whether gradients are on: ``cache.lookup`` and the cache's key do.
     """
-    index_of: dict[int, int] = {}
-    first = [index_of.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
-    if len(index_of) == len(tensors):
+    if len(set(map(id, tensors))) == len(tensors):
         return _guard_of_distinct(tensors)
     # torch's guard is false of a tensor that is passed twice.
+    index_of: dict[int, int] = {}
+    first = [index_of.setdefault(id(tensor), index) for index, tensor in enumerate(tensors)]
     distinct = list(index_of.values())
     guard = _guard_of_distinct([tensors[index] for index in distinct])
     repeated = [(index, earlier) for index, earlier in enumerate(first) if index != earlier]
@@ -38,6 +38,25 @@ def make_guard(*tensors: Tensor) -> Guard:
         return guard(*[operands[index] for index in distinct])
 
     return guard_repeated
+
+
+def make_guard_of_any_size(tensors: Sequence[Tensor], varying: Sequence[int]) -> Guard | None:
+    """Return a guard as ``make_guard`` does that takes any sizes of the first dimensions, and any strides of those that
+    these determine in a dense tensor; None where this torch has no such guard.
+
+    tensors: no tensor twice. varying: for each, how many of its first dimensions may differ. A tensor of which the
+    guard is true need not be dense if they are two or more.
+    """
+    if _TensorGuards is None:
+        return None
+    counts = list(zip(tensors, varying, strict=True))
+    sizes = [[None] * count + list(tensor.shape[count:]) for tensor, count in counts]
+    strides = [[None] * max(count - 1, 0) + list(tensor.stride()[max(count - 1, 0) :]) for tensor, count in counts]
+    try:
+        guard: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        return guard if guard(*tensors) else None
+    except (RuntimeError, TypeError, ValueError):  # as below
+        return None
 
 
 def _guard_of_distinct(tensors: Sequence[Tensor]) -> Guard:

@@ -41,6 +41,7 @@ class DecisionIndex:
         self._tuned = dict(tuned)
         self._plans: dict[tuple[str, str | None], Plan | None] = {}
         self._forms: dict[tuple[str, str], Forms] = {}
+        self._layouts: dict[tuple[str, bool], list[str | None]] = {}
         self._digest: str | None = None
 
     @classmethod
@@ -125,9 +126,12 @@ class DecisionIndex:
         or at all M. raw_kernels: as for ``portfolio.rank_packings``.
         """
         tuned = self._tuned.get(plan_key)
-        if tuned is not None:
-            return rank_layouts_of_plan(tuned, self.failed(plan_key), raw_kernels=raw_kernels)
-        return rank_packings(self._points_at(plan_key, counts), counts, raw_kernels=raw_kernels)
+        if tuned is None:
+            return rank_packings(self._points_at(plan_key, counts), counts, raw_kernels=raw_kernels)
+        key = (plan_key, raw_kernels)
+        if key not in self._layouts:  # ranking them takes a millisecond, and compiled graphs ask at every new M
+            self._layouts[key] = rank_layouts_of_plan(tuned, self.failed(plan_key), raw_kernels=raw_kernels)
+        return list(self._layouts[key])
 
     def _points_at(self, plan_key: str, counts: Mapping[int, float] | None) -> list[TunedPoint]:
         """Return the decisions at the M in ``counts``; all of them where there is none."""
@@ -168,6 +172,12 @@ class DecisionIndex:
     def points(self, plan_key: str) -> list[TunedPoint]:
         """Return the decisions that a Plan is made of, one for each tuned M."""
         return list(self._points.get(plan_key, ()))
+
+    def covers(self, plan_key: str, m: int) -> bool:
+        """Whether the M was tuned, or a range of M that contains it."""
+        tuned = self._tuned.get(plan_key)
+        in_range = tuned is not None and tuned.first <= m <= tuned.last
+        return in_range or any(point.m == m for point in self._points.get(plan_key, ()))
 
     def has_near(self, problem: Problem, factor: int) -> bool:
         """Whether an M within ``factor`` of the Problem's was tuned, or a range of M, or of the batch, with the

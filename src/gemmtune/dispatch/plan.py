@@ -16,6 +16,8 @@ Three rules, in this order:
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections.abc import Iterator
+from operator import itemgetter
 from typing import NamedTuple
 
 from ..core.candidate import Candidate
@@ -24,6 +26,8 @@ from ..core.problem import Dim
 # A kernel serves at an M that was not measured if its time is below plain PyTorch's by this share: what is measured at
 # two M repeats to one or two percent, and times that should not rise with fewer rows do so by as much.
 CONFIDENCE = 0.03
+
+_SIZE = itemgetter(0)  # the first M of an Interval, and the M of a PlanEntry
 
 
 class PlanEntry(NamedTuple):
@@ -72,28 +76,36 @@ class Plan(NamedTuple):
 
     def pick(self, m: int) -> PlanEntry:
         """Return the entry that serves M by the rules of this module. For the plain op, its candidate is None."""
-        return self.ranked(m)[0] if self.packing is not None else self._interval(m) or self._entry(m) or self._safe(m)
+        return self._interval(m) or self._entry(m) or (self._safe(m) if self.packing is None else self._ranked(m)[0])
 
-    def ranked(self, m: int) -> list[PlanEntry]:
-        """Return the entries that can serve M, the best first. ``pick`` gives the first. For the raw weight there is
-        one only, as the plain op serves where it cannot be loaded."""
+    def ranked(self, m: int) -> Iterator[PlanEntry]:
+        """Yield the entries that can serve M, the best first. ``pick`` gives the first. For the raw weight there is one
+        only, as the plain op serves where it cannot be loaded."""
         if self.packing is None:
-            return [self.pick(m)]
-        first = [entry for entry in (self._interval(m), self._entry(m)) if entry is not None]
-        others = [interval.entry for interval in self.intervals] + list(self.entries)
-        others.sort(key=lambda entry: (entry.at_most(m), max(entry.m, m) / max(min(entry.m, m), 1)))
-        return list(dict.fromkeys([*first, *others]))
+            yield self.pick(m)
+            return
+        first = self._interval(m) or self._entry(m)
+        if first is not None:
+            yield first
+        for entry in dict.fromkeys([self._entry(m), *self._ranked(m)]):
+            if entry is not None and entry != first:
+                yield entry
+
+    def _ranked(self, m: int) -> list[PlanEntry]:
+        """Return all entries, that with the least upper bound of its time at M first."""
+        entries = [interval.entry for interval in self.intervals] + list(self.entries)
+        return sorted(entries, key=lambda entry: (entry.at_most(m), max(entry.m, m) / max(min(entry.m, m), 1)))
 
     def covers(self, m: int) -> bool:
         """Whether M was measured, or lies in an interval."""
         return self._interval(m) is not None or self._entry(m) is not None
 
     def _interval(self, m: int) -> PlanEntry | None:
-        index = bisect_right(self.intervals, m, key=_first) - 1
+        index = bisect_right(self.intervals, m, key=_SIZE) - 1
         return self.intervals[index].entry if index >= 0 and m <= self.intervals[index].last else None
 
     def _entry(self, m: int) -> PlanEntry | None:
-        index = bisect_left(self.entries, m, key=_m)
+        index = bisect_left(self.entries, m, key=_SIZE)
         return self.entries[index] if index < len(self.entries) and self.entries[index].m == m else None
 
     def _safe(self, m: int) -> PlanEntry:
@@ -105,14 +117,6 @@ class Plan(NamedTuple):
         if best is not None and best.at_most(m) <= (1.0 - CONFIDENCE) * plain_s:
             return best
         return PlanEntry(m, None)
-
-
-def _first(interval: Interval) -> int:
-    return interval.first
-
-
-def _m(entry: PlanEntry) -> int:
-    return entry.m
 
 
 def nearest(sizes: tuple[int, ...], m: int) -> int:

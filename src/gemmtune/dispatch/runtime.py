@@ -11,10 +11,11 @@ import logging
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
+from functools import partial
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, get_args
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args
 
 import torch
 
@@ -22,13 +23,17 @@ from .. import backends
 from ..backends.base import Kernel
 from ..backends.location import artifacts_in
 from ..core import devices
+from ..core.candidate import Candidate
 from ..core.devices import CPU, DeviceKey
 from ..core.errors import PackedWeightError, StoreBusy
 from ..core.printable import visible
 from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
-from .cache import DISPATCH_CACHE, MAX_KEYS, insert
+from . import cache
+from .cache import MAX_KEYS
+from .forms import Forms
+from .guards import Guard
 from .hooks import late_bound
 from .index import DecisionIndex
 from .loader import KernelLoader, VerifyHook
@@ -45,6 +50,46 @@ MISS_FACTOR = 4  # under on-miss, a tuned M this many times larger or smaller st
 RETRY_S = 0.5  # after a store was found busy, in seconds
 
 Observer = Callable[[Problem, torch.device], None]
+
+
+class PlanKernels:
+    """The kernels of a Plan in this process, each loaded when a size first needs it. Not thread-safe: Runtime locks.
+
+    problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
+    faulty: ids of candidates that PyTorch serves in place of.
+    """
+
+    def __init__(
+        self, plan: Plan, problem: Problem, load: Callable[[Candidate, Problem], Kernel | None],
+        faulty: Collection[str],
+    ) -> None:  # fmt: skip
+        self._plan, self._problem, self._load, self._faulty = plan, problem, load, faulty
+        self._kernels: dict[int, Kernel] = {}  # by the address of an entry, which the Plan keeps
+
+    def of_size(self, size: int) -> Kernel | None:
+        """Return the kernel for an M, or a batch; None where PyTorch serves it. For a packed weight, which only kernels
+        of its layout can serve: the next best where one cannot be loaded."""
+        for entry in self._plan.ranked(size):
+            kernel = self._kernels.get(id(entry))
+            if kernel is None and entry.candidate is not None:
+                kernel = self._load(entry.candidate, self._problem.with_size(self._plan.dim, entry.m))
+                if kernel is not None:
+                    self._kernels[id(entry)] = kernel
+            if kernel is not None:
+                kernel.overlap = entry.overlap
+                return None if self._faulty and kernel.candidate.id in self._faulty else kernel
+        return None
+
+
+class Choice(NamedTuple):
+    """What serves a Problem.
+
+    kernel: None for the plain PyTorch op. plan: the kernels for calls that differ from it in M, or batch, only, where a
+    Plan says so; None where there is none, and for a packed weight that its Plan does not serve.
+    """
+
+    kernel: Kernel | None
+    plan: PlanKernels | None = None
 
 
 class Runtime:
@@ -102,22 +147,31 @@ class Runtime:
         """Empty the dispatch cache. What other threads are preparing meanwhile has an older generation, and is not
         cached."""
         self.generation += 1
-        DISPATCH_CACHE.clear()
+        cache.clear()
 
-    def cache_entry(self, key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], generation: int) -> None:
+    def cache_entry(
+        self, key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], generation: int,
+        described: cache.Described | None = None, guard: Guard | None = None,
+    ) -> None:  # fmt: skip
         """Add a function to the dispatch cache that serves operands like ``guarded`` (``cache.insert``).
 
         generation: ``self.generation`` before the function was prepared. One of an older generation was made from
-        decisions or a policy that no longer hold: it serves its own call only.
+        decisions or a policy that no longer hold: it serves its own call only. described: serves other M, except under
+        the policy "on-miss", which tunes each M. guard: as for ``cache.insert``.
         """
         with self._lock:
             if self.observer is None and generation == self.generation:
-                insert(key, function, guarded)
+                cache.insert(key, function, guarded, None if self.policy == "on-miss" else described, guard)
 
     def kernel_for(
         self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU
     ) -> Kernel | None:
-        """Return the kernel that serves a Problem on ``device`` now, or None for the plain PyTorch op.
+        """Return the kernel of ``choose``, which serves a Problem on ``device`` now, or None for the plain PyTorch op.
+        Raises as ``choose``."""
+        return self.choose(problem, packed, device).kernel
+
+    def choose(self, problem: Problem, packed: PackedWeight | None = None, device: torch.device = CPU) -> Choice:
+        """Return what serves a Problem on ``device`` now: a kernel, or None for the plain PyTorch op.
 
         A packed weight is served by a kernel of its layout under every policy. While a CUDA graph is captured only
         loaded kernels serve (None, for a packed weight too, when there is none). None for a packed weight also means
@@ -125,25 +179,26 @@ class Runtime:
         PackedWeightError when nothing in this process can run a packed weight.
         """
         if not devices.is_served(device):
-            return None
+            return Choice(None)
         if self.policy == "on-miss" and not devices.is_capturing(device):
             self._tune_missing(problem, device)
         with self._lock:
             if packed is not None:
-                return self._packed_kernel(problem, packed, device)
-            if self.policy == "off":
-                return None
-            index = self._index_now(device)
-            return None if index is None else self._raw_kernel(index, problem, device)
+                return self._choose_packed(problem, packed, device)
+            index = None if self.policy == "off" else self._index_now(device)
+            if index is None:
+                return Choice(None)
+            plan, tuned = index.raw_plan(problem)
+            return self._choose_of_plan(plan, tuned, problem, None, device, index.failed(problem.plan_key))
 
-    def serves_raw(self, problem: Problem, packed: PackedWeight, device: torch.device) -> bool:
-        """Whether a packed weight whose raw form is kept is served in its raw form at the Problem's M, now. False where
-        nothing was tuned, and under the policy "off"."""
+    def forms(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Forms | None:
+        """Return which form of a packed weight serves each M, now; None for one that is kept packed only, where nothing
+        was tuned, and under the policy "off": the packed form then serves."""
         if packed.raw is None or not devices.is_served(device):
-            return False
+            return None
         with self._lock:
             index = None if self.policy == "off" else self._index_now(device)
-            return index is not None and index.forms(problem.plan_key, packed.layout).is_raw(problem.m)
+            return None if index is None else index.forms(problem.plan_key, packed.layout)
 
     def index(self, device: torch.device = CPU) -> DecisionIndex:
         """Return the decisions for a device's present Target (a CPU's number of threads is part of it). Waits for other
@@ -229,19 +284,21 @@ class Runtime:
             index = None if asked else self._index_now(device)
             return index is not None and not index.has_near(problem, MISS_FACTOR)
 
-    def _planned(self, plan: Plan | None, problem: Problem, packing: str | None, device: torch.device) -> Kernel | None:
-        """Return the Plan's kernel for the Problem's M, or batch. For a packed weight, which only kernels of its layout
-        can serve: the next best where one cannot be loaded."""
+    def kernel_of_size(self, kernels: PlanKernels, size: int) -> Kernel | None:
+        """Return ``kernels.of_size(size)``. Safe in any thread."""
+        with self._lock:
+            return kernels.of_size(size)
+
+    def _choose_of_plan(
+        self, plan: Plan | None, tuned: Problem, problem: Problem, packing: str | None, device: torch.device,
+        faulty: Collection[str] = (),
+    ) -> Choice:  # fmt: skip
+        """Return the Plan's choice for the Problem. tuned: a Problem that the Plan was made for, of any size."""
         if plan is None:
-            return None
-        for entry in plan.ranked(problem.size(plan.dim)):
-            if entry.candidate is not None:
-                tuned = problem.with_size(plan.dim, entry.m)
-                kernel = self._loader.load(entry.candidate, tuned, device, packing, from_store=True)
-                if kernel is not None:
-                    kernel.overlap = entry.overlap
-                    return kernel
-        return None
+            return Choice(None)
+        load = partial(self._loader.load, device=device, packing=packing, from_store=True)
+        kernels = PlanKernels(plan, tuned, load, faulty)
+        return Choice(kernels.of_size(problem.size(plan.dim)), kernels)
 
     def preload(self, problem: Problem, packing: str | None, device: torch.device) -> int:
         """Load every kernel that the Problem's Plans may serve, so that CUDA graphs that are captured at any M, or
@@ -259,31 +316,26 @@ class Runtime:
                     count += kernel is not None
             return count
 
-    def _raw_kernel(self, index: DecisionIndex, problem: Problem, device: torch.device) -> Kernel | None:
-        """Return the kernel for a raw weight, if its Plan has one and it was not faulty for the Problem."""
-        plan, tuned = index.raw_plan(problem)
-        kernel = self._planned(plan, tuned, None, device)
-        return None if kernel is None or kernel.candidate.id in index.failed(problem.plan_key) else kernel
-
-    def _packed_kernel(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Kernel | None:
+    def _choose_packed(self, problem: Problem, packed: PackedWeight, device: torch.device) -> Choice:
         reason = backends.get(packed.owner).why_unreadable(packed)
         if reason:
             raise PackedWeightError(f"the packed weight ({packed.layout}) cannot run here: {reason}. Pack it again")
         index = self._index_now(device)
         if self.policy != "off" and index is not None:
-            kernel = self._planned(index.plan(problem.plan_key, packed.layout), problem, packed.layout, device)
-            if kernel is not None:
-                return kernel
+            plan = index.plan(problem.plan_key, packed.layout)
+            choice = self._choose_of_plan(plan, problem, problem, packed.layout, device)
+            if choice.kernel is not None:
+                return choice
         faulty = index.failed(problem.plan_key) if index is not None else frozenset()
         kernel, refused = self._loader.load_untuned(problem, packed.layout, device, faulty, self.verify_hook)
         if kernel is not None or devices.is_capturing(device):
-            return kernel
+            return Choice(kernel)
         if refused:
             self.warn_once(
                 f"no kernel for weights packed as {packed.layout!r} is right for {problem.plan_key}: PyTorch serves, "
                 "and unpacks the weight in every call. Use the weight unpacked"
             )
-            return None
+            return Choice(None)
         raise PackedWeightError(
             f"no kernel here takes a weight packed as {packed.layout!r} for {problem.key}. Unpack it, or pack the "
             "weight again on this machine"

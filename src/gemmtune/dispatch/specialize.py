@@ -21,8 +21,9 @@ from ..core.call import Call
 from ..core.codegen import compile_function
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import require_kernel_operands
+from ..core.problem import Problem
 from ..core.torch_compat import increment_version
-from .fallback import specialize_fallback
+from .fallback import run_fallback, specialize_fallback
 from .runtime import RUNTIME
 
 KernelFunctional = Callable[[Tensor, Any, Sequence[Tensor]], Tensor]
@@ -52,23 +53,30 @@ class TorchFunction(NamedTuple):
 
 def specialize(
     call: Call, args: Sequence[Any], kernel: Kernel | None, torch_function: TorchFunction | None, *, needs_grad: bool,
-    has_out: bool,
+    has_out: bool, adapt: ArgAdapter | None = None,
 ) -> FunctionalFn:  # fmt: skip
     """Return the function that serves a Call and later ones like it: of args, and of out where ``has_out``.
 
+    call: its Problem may have another M than its operands, if a kernel or ``torch_function`` serves.
     kernel: None where PyTorch serves. torch_function: PyTorch's function for just this call; None where there is none:
     the fallback is then composed from several. needs_grad: whether a gradient is wanted, which needs a ``backward``.
+    adapt: what ``adapt_args`` would return.
     """
-    adapt = adapt_args(call, args)
-    if torch_function is None or call.packed is not None:
-        plain, write, backward = bound_fallback(call, adapt), None, None
-    else:
+    adapt = adapt or adapt_args(call, args)
+    plain: FunctionalFn
+    write: OutFn | None = None
+    backward: FunctionalFn | None = None
+    if torch_function is not None and call.packed is None:
         plain, write, backward = torch_function.functional, torch_function.out, torch_function.backward
+    elif kernel is None:
+        plain = bound_fallback(call, adapt)
+    else:  # it may never be called
+        plain = partial(_run_plainly, call.problem, call.shape, adapt)
     fallback = partial(_after_refusal, kernel, plain)
     functional, counted = plain, True
     if kernel is not None:
         try:
-            functional, write = _kernel_variants(kernel, call, args, adapt, fallback)
+            functional, write = _kernel_variants(kernel, call, args, adapt, fallback, has_out)
             counted = kernel.counts_writes
             if needs_grad and backward is not None:
                 functional = partial(backward, functional)
@@ -78,13 +86,14 @@ def specialize(
 
 
 def _kernel_variants(
-    kernel: Kernel, call: Call, args: Sequence[Any], adapt: ArgAdapter, fallback: FallbackFn
-) -> tuple[FunctionalFn, OutFn]:
-    """Return the functional and the out variant that run the kernel."""
+    kernel: Kernel, call: Call, args: Sequence[Any], adapt: ArgAdapter, fallback: FallbackFn, has_out: bool
+) -> tuple[FunctionalFn, OutFn | None]:
+    """Return the functional variant that runs the kernel, and the out variant where ``has_out``."""
     launch, count = bind_launch(kernel, call, args), len(args)
     if launch is None:
-        return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt)
-    return launch_functional(launch, kernel, call, count, fallback), launch_out(launch, kernel, call, count)
+        return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt) if has_out else None
+    functional = launch_functional(launch, kernel, call, count, fallback)
+    return functional, launch_out(launch, kernel, call, count) if has_out else None
 
 
 def _after_refusal(kernel: Kernel | None, plain: FunctionalFn, error: BaseException, *args: Any) -> Tensor:
@@ -117,7 +126,7 @@ def adapt_args(call: Call, args: Sequence[Any]) -> ArgAdapter:
     count = len(args) - len(call.aux)
     adapt_a, adapt_b, copies_a = call.adapt_a, call.adapt_b, call.copies_a
     shapes = [tensor.shape for tensor in call.aux]
-    reshapes = any(tensor.shape != shape for tensor, shape in zip(args[count:], shapes, strict=True))
+    reshapes = bool(shapes) and shapes != [tensor.shape for tensor in args[count:]]
 
     def adapt(*args: Any) -> tuple[Tensor, Any, Sequence[Tensor]]:
         a = args[0] if adapt_a is None else adapt_a(args[0])
@@ -136,21 +145,31 @@ def bound_fallback(call: Call, adapt: ArgAdapter) -> FunctionalFn:
     return lambda *args: compute(*adapt(*args))
 
 
+def _run_plainly(problem: Problem, shape: tuple[int, ...], adapt: ArgAdapter, *args: Any) -> Tensor:
+    """Compute by plain PyTorch, which is specialised in every call: for calls of which few go there. problem: with any
+    M."""
+    a, b, aux = adapt(*args)
+    return run_fallback(Call(problem.with_m(a.shape[-2]), a, b, tuple(aux), shape))
+
+
 def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | None:
     """Return the kernel's launch for args (a PackedWeight's tensors in its place).
 
     None when the kernel has no launch by address, or when the Call's tensors are copies of the args rather than views.
     """
+    if call.copies_a:
+        return None
+    launch = kernel.bind(call.a, call.b, call.aux)
+    if launch is None:
+        return None
     passed, tensors = args, call.tensors
     if call.packed is not None:
         data = call.packed.data
         passed, tensors = (args[0], *data, *args[2:]), (call.a, *data, *call.aux)
-    if call.copies_a or len(tensors) != len(passed):
-        return None
-    launch = kernel.bind(call.a, call.b, call.aux)
-    if launch is None or any(x.data_ptr() != y.data_ptr() for x, y in zip(tensors, passed, strict=True)):
-        return None
-    return launch
+    are_views = len(tensors) == len(passed) and all(
+        x.data_ptr() == y.data_ptr() for x, y in zip(tensors, passed, strict=True)
+    )
+    return launch if are_views else None
 
 
 def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: FallbackFn) -> FunctionalFn:
@@ -213,7 +232,7 @@ def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: Fall
 
     fallback: as for ``launch_functional``.
     """
-    kernel_shape, shape, device = call.problem.out_shape, call.shape, call.a.device
+    kernel_shape, shape, device = _kernel_shape(call), call.shape, call.a.device
     same = shape == kernel_shape
     if kernel.has_functional:
         functional: KernelFunctional = with_device_guard(kernel.functional, kernel, device)
@@ -239,7 +258,7 @@ def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: Fall
 
 def run_out(kernel: Kernel, call: Call, adapt: ArgAdapter) -> OutFn:
     """Return the out variant that calls ``Kernel.run``."""
-    kernel_shape, run = call.problem.out_shape, with_device_guard(kernel.run, kernel, call.a.device)
+    kernel_shape, run = _kernel_shape(call), with_device_guard(kernel.run, kernel, call.a.device)
 
     def write(out: Tensor, *args: Any) -> None:
         run(*adapt(*args), out.view(kernel_shape))
@@ -290,14 +309,28 @@ def shares_storage(out: Tensor, tensors: Sequence[Tensor]) -> bool:
     return any(tensor.untyped_storage().data_ptr() == storage for tensor in tensors)
 
 
+def _kernel_shape(call: Call) -> tuple[int, ...]:
+    """Return the shape in which kernels write the Call's result."""
+    return call.shape if call.adapt_a is None else (*call.a.shape[:-1], call.problem.columns)
+
+
 def _allocator(call: Call, shape: tuple[int, ...], device_is_current: bool = False) -> Callable[[], Tensor]:
     """Return a function that allocates the Call's result in ``shape``.
 
     device_is_current: whether the result's device is always the current one when it is called.
     """
     dtype, device = dtype_of(call.problem.out_dtype), call.a.device
-    strides = torch.empty(shape, device="meta").stride()
-    return devices.get(device.type).allocator(shape, strides, dtype, device, device_is_current)
+    return devices.get(device.type).allocator(shape, _dense_strides(shape), dtype, device, device_is_current)
+
+
+def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Return the strides that ``torch.empty`` gives a tensor, at a fifth of the time that making one would take."""
+    strides: tuple[int, ...] = ()
+    count = 1
+    for size in shape[::-1]:
+        strides = (count, *strides)
+        count *= size or 1
+    return strides
 
 
 def with_device_guard(function: Callable[..., Any], kernel: Kernel, device: torch.device) -> Callable[..., Any]:

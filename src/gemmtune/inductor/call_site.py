@@ -23,7 +23,7 @@ from ..core.errors import KernelError, PackedWeightError, UnsupportedError
 from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.fallback import specialize_fallback
-from ..dispatch.runtime import RUNTIME
+from ..dispatch.runtime import RUNTIME, PlanKernels
 from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
 from ..ops import int4pack
 from ..ops.packing import pack
@@ -57,8 +57,11 @@ class CallSite:
         else:
             self._merged, self._packed = shared._merged, shared._packed
             self._scales, self._zero_points = shared._scales, shared._zero_points
-        self._is_batched = self.call.problem.is_batched
+        self._is_batched, self._plan_key = self.call.problem.is_batched, self.call.problem.plan_key
         self._runs: dict[Any, Run] = {}  # by M, or by batch and M
+        # What serves all M: the layouts, the best first, and by layout (None: the raw weight) the kernels of its plan.
+        self._layouts: list[str | None] = []
+        self._plans: dict[str | None, PlanKernels] = {}
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
@@ -88,6 +91,8 @@ class CallSite:
         step."""
         if self._generation != RUNTIME.generation:
             self._runs.clear()
+            self._layouts.clear()
+            self._plans.clear()
             self._generation = RUNTIME.generation
         return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
 
@@ -103,8 +108,7 @@ class CallSite:
     def _prepare(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return the function that serves this M, and remember it unless CUDA graphs are being captured: what serves
         meanwhile are loaded kernels only."""
-        problem = self._problem_of(a)
-        if problem.is_empty or not out.numel():
+        if self.call.problem.k == 0 or not out.numel():
             return self._plain(a, weights, aux)
         if self._simpler is not None and self._serving(a) is not self:
             run = self._run_simpler(self._simpler)
@@ -122,7 +126,7 @@ class CallSite:
         index = RUNTIME.index(a.device)
         site: CallSite | None = self
         while site is not None:
-            if index.has_near(site._problem_of(a), 1):  # this M itself, or a range that contains it
+            if index.covers(site._plan_key, a.shape[0]):  # a norm or a gate has no batch
                 return site
             site = site._simpler
         return self
@@ -170,24 +174,34 @@ class CallSite:
         problem = self._problem_of(a)
         return Call(problem, a, b, tuple(aux), problem.out_shape)
 
+    def _kernel(self, packed: PackedWeight | None, a: Tensor) -> Kernel | None:
+        """Return the kernel that serves ``a``'s M, and its batch, beside a packed weight, or the raw one (None); None
+        where there is none. Raises PackedWeightError as ``Runtime.choose``."""
+        layout = None if packed is None else packed.layout
+        plan = None if self._is_batched or RUNTIME.policy == "on-miss" else self._plans.get(layout)
+        kernel = None if plan is None else RUNTIME.kernel_of_size(plan, a.shape[0])
+        if kernel is not None or (plan is not None and packed is None):
+            return kernel
+        choice = RUNTIME.choose(self._problem_of(a), packed, a.device)
+        if choice.plan is not None:
+            self._plans[layout] = choice.plan
+        return choice.kernel
+
     def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by the kernel that serves the weights as they are, or by PyTorch."""
-        call = self._described(a, self._raw(weights), aux)
-        if self.call.form == "int4pack":  # only PyTorch's operator reads these weights as they are
+        kernel = None if self.call.form == "int4pack" else self._kernel(None, a)
+        if kernel is None:  # only PyTorch's operator reads weights of int4pack as they are
             return self._plain(a, weights, aux)
-        kernel = RUNTIME.kernel_for(call.problem, None, a.device)
-        if kernel is None:
-            return self._plain(a, weights, aux)
-        launch = self._bound(kernel, call)
-        plain, single = self._plain(a, weights, aux), not self.call.parts or self.call.form == "linear"
+        launch = self._bound(kernel, a, self._raw(weights), aux)
+        single = not self.call.parts or self.call.form == "linear"
         if launch is None or not single:
-            return self._guarded(kernel, partial(self._run_raw, _unbound(kernel, a.device)), plain)
+            return self._guarded(kernel, partial(self._run_raw, _unbound(kernel, a.device)))
         merged, matrix = self._merged, self.call.form == "matrix"
 
         def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             launch(out, a, weights[0] if matrix else merged.get(weights), *aux)
 
-        return self._guarded(kernel, run, plain)
+        return self._guarded(kernel, run)
 
     def _run_raw(
         self, run: Callable[..., None], out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
@@ -197,23 +211,24 @@ class CallSite:
     def _packed_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run | None:
         """Return a function by a kernel for packed weights; None where the raw weights are served faster, or cannot be
         packed."""
-        problem = self._problem_of(a)
-        if not problem.b.constant or any(weight.is_inference() for weight in weights) or self._packed.changes_often:
+        constant = self.call.problem.b.constant
+        if not constant or any(weight.is_inference() for weight in weights) or self._packed.changes_often:
             return None
         if RUNTIME.policy == "off":
             return None
-        for layout in layouts_of(problem, a.device):
+        self._layouts = self._layouts or layouts_of(self.call.problem, a.device)
+        for layout in self._layouts:
             if layout is None:
                 return None
             packed = self._pack(weights, layout, a.device)
-            kernel = None if packed is None else self._kernel_of_layout(packed, problem, a.device)
+            kernel = None if packed is None else self._kernel_of_layout(packed, a)
             if packed is not None and kernel is not None:
-                return self._by_packed_kernel(kernel, layout, a, weights, aux)
+                return self._by_packed_kernel(kernel, packed, a, aux)
         return None
 
-    def _kernel_of_layout(self, packed: PackedWeight, problem: Problem, device: torch.device) -> Kernel | None:
+    def _kernel_of_layout(self, packed: PackedWeight, a: Tensor) -> Kernel | None:
         try:
-            return RUNTIME.kernel_for(problem, packed, device)
+            return self._kernel(packed, a)
         except PackedWeightError:
             return None
 
@@ -254,16 +269,11 @@ class CallSite:
             "weight": _joined(weights[:parts]), "scale": scale, "zero_point": zero_point, "group_size": quant.group
         }  # fmt: skip
 
-    def _by_packed_kernel(
-        self, kernel: Kernel, layout: str, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
-    ) -> Run:
+    def _by_packed_kernel(self, kernel: Kernel, packed: PackedWeight, a: Tensor, aux: Sequence[Tensor]) -> Run:
         """Return a function that packs the weights again where they have changed."""
-        forms, device = self._packed, a.device
-        packed = forms.get(weights, layout)
-        assert packed is not None
-        launch = self._bound(kernel, self._described(a, packed, aux))
+        forms, device, layout = self._packed, a.device, packed.layout
+        launch = self._bound(kernel, a, packed, aux)
         run_kernel = _unbound(kernel, device)
-        plain = self._plain(a, weights, aux)
 
         def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
             packed = forms.get(weights, layout)
@@ -271,28 +281,28 @@ class CallSite:
                 packed = None if forms.changes_often else self._pack(weights, layout, device)
                 if packed is None:
                     self._runs.clear()
-                    plain(out, a, weights, aux)
+                    self._plain(a, weights, aux)(out, a, weights, aux)
                     return
             if launch is None:
                 run_kernel(a, packed, aux, out)
             else:
                 launch(out, a, *packed.data, *aux)
 
-        return self._guarded(kernel, run, plain)
+        return self._guarded(kernel, run)
 
-    def _bound(self, kernel: Kernel, call: Call) -> Callable[..., None] | None:
+    def _bound(self, kernel: Kernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[..., None] | None:
         """Return the kernel's launch by address; None where it has none."""
-        operands = [call.packed] if call.packed is not None else [call.b]
-        if call.packed is None and not isinstance(call.b, Tensor):
+        if not isinstance(b, Tensor | PackedWeight):
             return None
+        problem = self.call.problem  # binding reads M from the operands
         try:
-            launch = bind_launch(kernel, call, (call.a, *operands, *call.aux))
+            launch = bind_launch(kernel, Call(problem, a, b, tuple(aux), ()), (a, b, *aux))
         except (KernelError, UnsupportedError) as error:
             warn_refused(kernel, error)
             return None
-        return None if launch is None else with_device_guard(launch, kernel, call.a.device)
+        return None if launch is None else with_device_guard(launch, kernel, a.device)
 
-    def _guarded(self, kernel: Kernel, run: Run, plain: Run) -> Run:
+    def _guarded(self, kernel: Kernel, run: Run) -> Run:
         """Return ``run``, made to be served by PyTorch where a launch is refused."""
 
         def guarded(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
@@ -301,7 +311,7 @@ class CallSite:
             except LAUNCH_ERRORS as error:
                 error.__traceback__ = None  # its frames hold the memory that the launch could allocate
                 warn_refused(kernel, error)
-                plain(out, a, weights, aux)
+                self._plain(a, weights, aux)(out, a, weights, aux)
 
         return guarded
 

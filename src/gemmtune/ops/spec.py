@@ -19,8 +19,10 @@ from ..core.codegen import compile_function
 from ..core.memory import is_subclass
 from ..core.problem import Problem
 from ..core.weights import PackedWeight
+from ..dispatch.another_m import serve_another_m
 from ..dispatch.cache import lookup
 from ..dispatch.call import CacheMiss, needs_grad, run_uncached, serve_miss, serve_with_torch
+from ..dispatch.forms import Forms
 from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import TorchFunction
 from ..dispatch.torch_state import is_autocast_on, is_shape_only
@@ -87,6 +89,10 @@ class OpSpec(NamedTuple):
 
     def miss(self, miss: CacheMiss, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Serve a call that the cache does not serve."""
+        key_without_m = self._key_without_m(miss.key)
+        result = serve_another_m(self.name, key_without_m, miss.key, miss.args, miss.guarded)
+        if result is not None:
+            return result
         function = self.torch_function(**arguments)
         is_required = function is not None and function.required
         is_modified = self._is_modified(arguments)
@@ -97,26 +103,40 @@ class OpSpec(NamedTuple):
             if function is not None and is_plain and self.torch_in_special_states and _is_uniform(miss):
                 return self._torch_or_better_error(miss, function, arguments)
             return self.uncached(arguments, out)
-        call, served = self._served_form(arguments)
+        call, served, forms = self._served_form(arguments)
         if served is not arguments:
             function, miss = self.torch_function(**served), miss._replace(raw=self.raw)
+        miss = miss._replace(forms=forms) if forms is not None else miss
         function = None if is_modified else function
-        return serve_miss(miss, self.name, call, function, differentiable=self.differentiable, out=out)
+        return serve_miss(
+            miss, self.name, call, function, differentiable=self.differentiable, out=out, key_without_m=key_without_m
+        )
 
-    def _served_form(self, arguments: Arguments) -> tuple[Call, Arguments]:
+    def _key_without_m(self, key: Any) -> Any:
+        """Return what of a call's key (``_key_lines``) does not depend on M; None for a call without a key."""
+        if key is None:
+            return None
+        if isinstance(key[0], tuple):  # by _extend_key
+            return (self._key_without_m(key[0]), *key[1:])
+        name, shape, weight = key[:3]
+        return (name, len(shape), shape[-1:], weight, *key[3 + len(self.sizes) :])
+
+    def _served_form(self, arguments: Arguments) -> tuple[Call, Arguments, Forms | None]:
         """Return the Call, and the arguments that it describes: ``arguments``, or those with the raw form of a packed
-        weight that is kept in both forms, where that form serves. Raises as ``describe``."""
+        weight that is kept in both forms, where that form serves; and, for such a weight, which form serves each M.
+        Raises as ``describe``."""
         call = self.describe(**arguments)
         packed, device = call.packed, call.a.device
-        if packed is None or not self.raw or not RUNTIME.serves_raw(call.problem, packed, device):
-            return call, arguments
+        forms = None if packed is None or not self.raw else RUNTIME.forms(call.problem, packed, device)
+        if packed is None or forms is None or not forms.is_raw(call.problem.m):
+            return call, arguments, forms
         # These are computed as by a weight that is packed only, at any M.
         if needs_grad(call.tensors) or is_autocast_on(device.type) or is_shape_only(call.a):
-            return call, arguments
+            return call, arguments, None
         raw = {**arguments, self.operands[1]: getattr(packed, self.raw)}
         raw_call = self.describe(**raw, constant=True)
         # A raw form of unusual strides is another Problem.
-        return (raw_call, raw) if raw_call.problem == call.problem else (call, arguments)
+        return (raw_call, raw, forms) if raw_call.problem == call.problem else (call, arguments, None)
 
     def uncached(self, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Compute a call without the cache. Raises as ``describe``."""
@@ -131,7 +151,7 @@ class OpSpec(NamedTuple):
             return out
         if self.autocasts and out is None:
             arguments = {**arguments, **_autocast({name: arguments[name] for name in self.operands[:2]})}
-        call, _ = self._served_form(arguments)
+        call, _, _ = self._served_form(arguments)
         return run_uncached(self.name, call, out, differentiable=self.differentiable)
 
     def _is_modified(self, arguments: Arguments) -> bool:

@@ -1,0 +1,175 @@
+"""The first call with another M.
+
+Most of the time of a first call goes into describing it, finding its Plan and checking its tensors, which gives the
+same for every M. A ``DescribedCall`` keeps that: a call that differs from the described one in M only needs no more
+than the Plan's kernel for its M, and a function that launches the kernel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from operator import methodcaller
+from typing import Any
+
+from torch import Tensor
+
+from ..core import devices
+from ..core.call import Call
+from ..core.torch_compat import forward_ad
+from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
+from . import cache
+from .forms import Forms
+from .guards import make_guard_of_any_size
+from .profiling import run_profiled
+from .runtime import RUNTIME, PlanKernels
+from .specialize import FunctionalFn, TorchFunction, adapt_args, reading_raw, specialize
+
+
+class DescribedCall:
+    """A call that was described and served, without its tensors.
+
+    args: the call's operands, the epilogue's tensors and, where ``has_out``, out; the raw form of a PackedWeight where
+    that serves. kernels: those of the Plan that served the call; None where PyTorch serves all M. torch_function,
+    needs_grad: as for ``specialize``. raw: the attribute of the PackedWeight that has its raw form; empty where the
+    args are the caller's. forms: which form of a weight that is kept in two serves each M; None for other weights.
+    """
+
+    def __init__(
+        self, call: Call, args: Sequence[Any], kernels: PlanKernels | None, torch_function: TorchFunction | None,
+        *, needs_grad: bool, has_out: bool, raw: str = "", forms: Forms | None = None,
+    ) -> None:  # fmt: skip
+        self._problem, self._is_packed, self._adapt_b = call.problem, call.packed is not None, call.adapt_b
+        self._kernels, self._torch_function, self._needs_grad = kernels, torch_function, needs_grad
+        self._has_out, self._raw, self._forms, self._columns = has_out, raw, forms, call.shape[-1]
+        self._kind = devices.get(args[0].device.type)
+        self._aux = range(len(args) - has_out - len(call.aux), len(args) - has_out)
+        axes = [step.axis for step in call.problem.epilogue if step.takes_tensor]
+        # For each of the args: how many of its first dimensions depend on M.
+        self.varying = [0] * len(args)
+        self.varying[0] = args[0].dim() - 1
+        for position, axis in zip(self._aux, axes, strict=True):
+            if axis in ("row", "full"):
+                self.varying[position] = max(args[position].dim() - 1, 1)
+        if has_out:
+            self.varying[-1] = args[-1].dim() - 1
+        # The positions of the args that depend on M, and the elements that a row of them has.
+        self._rows = [(i, args[i].numel() // call.problem.m) for i, count in enumerate(self.varying) if count]
+        self._shapes = [
+            (self.varying[position], tuple(tensor.shape))
+            for position, tensor in zip(self._aux, call.aux, strict=True)
+        ]  # fmt: skip
+        # With one row, a tensor [1, N] or [1] may have another axis than with several.
+        self._adapt = adapt_args(call, args[: self._aux.stop]) if not axes and args[0].dim() == 2 else None
+        is_clear = all(axis == "col" for axis in axes) and all(args[i].dim() == 1 for i in self._aux)
+        self._least_m = 1 if is_clear else 2
+
+    @staticmethod
+    def is_possible(call: Call, args: Sequence[Any]) -> bool:
+        """Whether what served the call may serve other M: its sizes tell which of its tensors depend on M, and these
+        are dense."""
+        problem, a = call.problem, args[0]
+        if problem.is_batched or problem.is_empty or problem.m == 1:
+            return False
+        if not a.is_contiguous() or not devices.is_served(a.device):
+            return False
+        return (a.dim() == 2 and call.adapt_a is None) or (a.dim() > 2 and call.shape[:-1] == a.shape[:-1])
+
+    def function_for(self, args: Sequence[Any]) -> FunctionalFn | None:
+        """Return the function that serves operands like args, of which the guard is true; None where they have to be
+        described."""
+        a = args[0]
+        m = int(a.numel() // self._problem.k)
+        if not self._takes(m, args) or self._kind.is_capturing(a.device):
+            return None
+        if self._forms is not None and self._forms.is_raw(m) != bool(self._raw):
+            return None
+        kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
+        if kernel is None and (self._is_packed or self._torch_function is None):
+            return None
+        if self._raw:
+            args = (a, getattr(args[1], self._raw), *args[2:])
+        call = self._call(m, args)
+        operands = args[:-1] if self._has_out else args
+        run = specialize(
+            call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out,
+            adapt=self._adapt,
+        )  # fmt: skip
+        return reading_raw(run, self._raw, len(args)) if self._raw else run
+
+    def _takes(self, m: int, args: Sequence[Any]) -> bool:
+        """Whether the sizes of args are those of calls with this M, and the tensors that depend on it are dense."""
+        if m < self._least_m or (self._has_out and args[-1].shape[:-1] != args[0].shape[:-1]):
+            return False
+        for position, size in self._rows:
+            tensor = args[position]
+            if tensor.numel() != m * size or not tensor.is_contiguous():
+                return False
+        return True
+
+    def _call(self, m: int, args: Sequence[Any]) -> Call:
+        """Return what the op would describe, but with the M of the described call in its Problem: a Problem with
+        another M takes 3 us to make, and ``specialize`` does not need it."""
+        a = args[0]
+        flatten = None if a.dim() == 2 else methodcaller("reshape", m, self._problem.k)
+        b = args[1] if self._adapt_b is None else self._adapt_b(*args[1 : self._aux.start])
+        aux = [
+            args[position].view((m, *shape[1:]) if varying else shape)
+            for position, (varying, shape) in zip(self._aux, self._shapes, strict=True)
+        ]
+        return Call(
+            self._problem, a if flatten is None else flatten(a), b, tuple(aux),
+            (*a.shape[:-1], self._columns), flatten, self._adapt_b,
+        )  # fmt: skip
+
+
+def described_entry(
+    key: Any, call: Call, args: tuple[Any, ...], guarded: Sequence[Tensor], kernels: PlanKernels | None,
+    torch_function: TorchFunction | None, *, needs_grad: bool, out: Tensor | None, raw: str, forms: Forms | None,
+) -> cache.Described | None:  # fmt: skip
+    """Return what serves calls that differ from this one in M only; None where they have to be described.
+
+    key: without M; None where there is none. args: without out. guarded: the tensors among the caller's args, and out.
+    The other arguments are as for ``DescribedCall``.
+    """
+    has_out = out is not None
+    if key is None or (kernels is None and call.packed is not None) or not DescribedCall.is_possible(call, args):
+        return None
+    if len(set(map(id, guarded))) < len(guarded):  # a tensor is passed twice
+        return None
+    described = DescribedCall(
+        call, (*args, out) if has_out else args, kernels, torch_function, needs_grad=needs_grad, has_out=has_out,
+        raw=raw, forms=forms,
+    )  # fmt: skip
+    varying = described.varying
+    if len(guarded) < len(varying):  # a PackedWeight is not guarded
+        varying = [varying[0], *varying[2:]]
+    guard = make_guard_of_any_size(guarded, varying)
+    if guard is None:
+        return None
+    # The dispatch cache's keys have the shape of a, and a matrix of the strides that the guard checks is dense.
+    is_exact = varying[0] == 1 and not any(varying[1:])
+    return cache.Described(key, guard, described.function_for, is_exact)
+
+
+def serve_another_m(
+    op: str, key_without_m: Any, key: Any, args: tuple[Any, ...], guarded: tuple[Any, ...]
+) -> Tensor | None:
+    """Return the result of a call that differs from a described one in M only; None where there is no such call.
+
+    key, args, guarded: as for ``cache.lookup``. The function that serves the call is added to the dispatch cache.
+    """
+    generation = RUNTIME.generation
+    try:
+        entries = cache.DESCRIBED_CALLS.get(key_without_m)
+    except TypeError:  # as in lookup
+        return None
+    if not entries or dispatch_modes() or forward_ad._current_level >= 0:  # as in lookup
+        return None
+    for described in entries:
+        if described.guard(*guarded):
+            function = described.function_for(args)
+            if function is not None:
+                guard = described.guard if described.is_exact else None
+                RUNTIME.cache_entry(key, function, guarded, generation, guard=guard)
+                return run_profiled(op, function, args)
+    return None

@@ -1,0 +1,265 @@
+"""The first call with another M: what serves it is what a description of the call would have chosen."""
+
+from __future__ import annotations
+
+import gc
+import random
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import gemmtune
+from gemmtune import fuse
+from gemmtune.core.checks import ShapeError
+from gemmtune.core.decision import Verdict
+from gemmtune.core.problem import Problem
+from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
+from gemmtune.core.weights import PackedWeight
+from gemmtune.dispatch import RUNTIME, cache, current_target, policy
+from gemmtune.ops import operands
+from gemmtune.store import MemoryStore
+from helpers.serving import TOY_RUNS, register, toy
+
+K, N = 12, 20
+WEIGHT, BIAS, COLUMN = torch.randn(N, K), torch.randn(N), torch.rand(N)
+INTEGERS = torch.randint(-8, 8, (N, K), dtype=torch.int8)
+FIRST, SECOND = toy(tag=1), toy(tag=2)
+STEP = 7  # each M up to it, and beyond 2 * STEP, is served by one kernel, those between by another
+
+
+def leading(m: int, dims: int) -> tuple[int, ...]:
+    """Return the first dimensions of activations of M rows, with this many dimensions in all."""
+    return (m,) if dims == 2 else (2, m // 2) if m % 2 == 0 else (1, m)
+
+
+Form = Callable[[int, int, Any], Tensor]  # of M, the dimensions of the activations, and a packed weight
+
+
+def rows(m: int, dims: int = 2, k: int = K) -> Tensor:
+    torch.manual_seed(m)
+    return torch.randn(*leading(m, dims), k)
+
+
+FORMS: dict[str, Form] = {
+    "linear": lambda m, dims, _: gemmtune.linear(rows(m, dims), WEIGHT),
+    "linear, packed": lambda m, dims, packed: gemmtune.linear(rows(m, dims), packed, BIAS),
+    "linear with a bias": lambda m, dims, _: gemmtune.linear(rows(m, dims), WEIGHT, BIAS),
+    "linear with a bias for each row": lambda m, dims, _: gemmtune.linear(rows(m), WEIGHT, rows(m, 2, 1)),
+    "residual": lambda m, dims, _: gemmtune.linear(rows(m, dims), WEIGHT, epilogue=[fuse.add(rows(m, dims, N))]),
+    "scales": lambda m, dims, packed: gemmtune.linear(
+        rows(m, dims), packed, epilogue=[fuse.scale(COLUMN, axis="col"), fuse.scale(torch.rand(m), axis="row")]
+    ),
+    "out": lambda m, dims, packed: gemmtune.linear(rows(m, dims), packed, out=torch.empty(*leading(m, dims), N)),
+    "mm": lambda m, dims, _: gemmtune.mm(rows(m), WEIGHT.t()),
+    "mm, columns in front": lambda m, dims, _: gemmtune.mm(rows(K, 2, m).t(), WEIGHT.t()),
+    "addmm": lambda m, dims, _: gemmtune.addmm(BIAS, rows(m), WEIGHT.t(), alpha=2),
+    "addmm of a matrix": lambda m, dims, _: gemmtune.addmm(rows(m, 2, N), rows(m), WEIGHT.t()),
+    "addmm of a row": lambda m, dims, _: gemmtune.addmm(BIAS.view(1, N), rows(m), WEIGHT.t(), beta=2),
+    "int_mm": lambda m, dims, _: gemmtune.int_mm(rows(m).mul(9).to(torch.int8), INTEGERS.t()),
+    "mixed_mm": lambda m, dims, _: gemmtune.mixed_mm(rows(m), INTEGERS.t(), COLUMN, bias=BIAS),
+    "scaled_mm": lambda m, dims, _: gemmtune.scaled_mm(
+        rows(m).to(torch.float8_e4m3fn), WEIGHT.to(torch.float8_e4m3fn).t(), torch.rand(m, 1), COLUMN.view(1, N),
+        out_dtype=torch.float32,
+    ),
+}  # fmt: skip
+
+
+@pytest.fixture
+def packed(own_store: MemoryStore) -> PackedWeight:
+    """Store a plan of toy kernels for every product of FORMS, and return WEIGHT packed for them."""
+    register()
+    with gemmtune.record() as recording:
+        for form in FORMS.values():
+            for m in (1, 4, 5):
+                form(m, 2, WEIGHT)
+    packed = PackedWeight("toy:plain", (WEIGHT.t().clone(),), N, K, "float32", None, "toy", "col")
+    for problem, _ in recording.problems:
+        for constant in (problem, gemmtune.ops.linear.describe(rows(4), packed, BIAS).problem):
+            own_store.put_plan(current_target(), plan_of(constant))
+    with gemmtune.record() as recording:
+        for form in FORMS.values():
+            form(4, 2, packed)
+    for problem, _ in recording.problems:
+        own_store.put_plan(current_target(), plan_of(problem))
+    RUNTIME.refresh(own_store)
+    return packed
+
+
+def plan_of(problem: Problem) -> TunedPlan:
+    """Return a plan in which two toy kernels serve M in turn, raw and packed."""
+    layouts = {"": (FIRST, SECOND), "toy:plain": (toy("plain", 1), toy("plain", 2))}
+    kernels = tuple(
+        PlanKernel(
+            k.to_dict(), k.id, 8, packing=layout or None, times={1: 1e-6, 64: 1e-5}, verified=(1,),
+            verdict=Verdict("within_bound"),
+        )
+        for layout, pair in layouts.items() for k in pair
+    )  # fmt: skip
+    spans = [(1, STEP, 0), (STEP + 1, 2 * STEP, 1), (2 * STEP + 1, 64, 0)]
+    intervals = {
+        layout: tuple(PlanInterval(first, last, pair[index].id) for first, last, index in spans)
+        for layout, pair in layouts.items()
+    }
+    return TunedPlan(problem.plan_key, problem.to_dict(), current_target().key, 1, 64, intervals, kernels)
+
+
+@pytest.fixture
+def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Return the ops whose calls are described."""
+    ops: list[str] = []
+    original = operands._checked
+
+    def note(op: str, *args: Any) -> Any:
+        ops.append(op)
+        return original(op, *args)
+
+    monkeypatch.setattr(operands, "_checked", note)
+    return ops
+
+
+@settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
+@given(
+    name=st.sampled_from(sorted(FORMS)), dims=st.sampled_from((2, 3)), sizes=st.lists(st.integers(0, 30), max_size=6)
+)
+def test_each_m_is_served_as_if_it_were_described(packed: PackedWeight, name: str, dims: int, sizes: list[int]) -> None:
+    form, sizes = FORMS[name], [5, *sizes]
+    cache.clear()
+    served = [run_and_note(form, m, dims, packed) for m in sizes]
+    for m, (result, kernels) in zip(sizes, served, strict=True):
+        cache.clear()
+        wanted, wanted_kernels = run_and_note(form, m, dims, packed)
+        assert kernels == wanted_kernels
+        assert result.shape == wanted.shape
+        assert torch.equal(result, wanted)
+
+
+def run_and_note(form: Form, m: int, dims: int, packed: PackedWeight) -> tuple[Tensor, list[Any]]:
+    """Return the result, and the runs of toy kernels. The call is made twice; the cache serves the second."""
+    TOY_RUNS.clear()
+    torch.manual_seed(m)
+    first = form(m, dims, packed)
+    runs = list(TOY_RUNS)
+    TOY_RUNS.clear()
+    assert torch.equal(form(m, dims, packed), first)
+    assert runs == TOY_RUNS
+    return first, runs
+
+
+_DESCRIBED_EACH = ("mm, columns in front", "linear with a bias for each row")
+
+
+@pytest.mark.parametrize("name", [name for name in FORMS if name not in _DESCRIBED_EACH])
+def test_another_m_is_not_described(name: str, packed: PackedWeight, described: list[str]) -> None:
+    form = FORMS[name]
+    form(5, 2, packed)
+    assert len(described) == 1
+    TOY_RUNS.clear()
+    for m in (6, 9, 16, 33):
+        form(m, 2, packed)
+    assert len(described) == 1
+    assert len(TOY_RUNS) == 4  # kernels served
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, packed", "int_mm"])
+def test_one_row_is_served_as_others_where_its_tensors_are_clear(
+    name: str, packed: PackedWeight, described: list[str]
+) -> None:
+    FORMS[name](5, 2, packed)
+    FORMS[name](1, 2, packed)
+    assert len(described) == 1
+
+
+@pytest.mark.parametrize("name", ["residual", "scales", "addmm of a matrix", "scaled_mm"])
+def test_one_row_is_described_where_a_tensor_may_have_another_axis(
+    name: str, packed: PackedWeight, described: list[str]
+) -> None:
+    FORMS[name](5, 2, packed)
+    FORMS[name](1, 2, packed)
+    assert len(described) == 2
+
+
+def test_errors_of_another_m_are_those_of_the_op(packed: PackedWeight) -> None:
+    residual = [fuse.add(rows(5, 2, N))]
+    gemmtune.linear(rows(5), packed, epilogue=residual)
+    with pytest.raises(ShapeError, match="does not broadcast to the output"):
+        gemmtune.linear(rows(6), packed, epilogue=residual)
+    with pytest.raises(ShapeError, match="out"):
+        gemmtune.linear(rows(6), packed, out=torch.empty(5, N))
+    gemmtune.linear(rows(5), packed, out=torch.empty(5, N))
+    with pytest.raises(ShapeError, match="out"):
+        gemmtune.linear(rows(6), packed, out=torch.empty(5, N))
+    wide = torch.randn(6, K + 3)[:, :K]  # its rows have gaps: it is copied
+    torch.testing.assert_close(gemmtune.linear(wide, packed), wide @ WEIGHT.t())
+
+
+def test_gradients_of_another_m(own_store: MemoryStore, described: list[str]) -> None:
+    weight = torch.nn.Parameter(WEIGHT.clone())
+    for m in (5, 6):
+        weight.grad = None
+        gemmtune.linear(rows(m), weight).sum().backward()
+        assert weight.grad is not None
+        torch.testing.assert_close(weight.grad, rows(m).sum(0).expand(N, K))
+    assert len(described) == 1
+
+
+def test_another_m_is_recorded(packed: PackedWeight) -> None:
+    gemmtune.linear(rows(5), packed)
+    with gemmtune.record() as recording:
+        gemmtune.linear(rows(6), packed)
+        gemmtune.linear(rows(9), packed)
+    assert sorted(problem.m for problem, _ in recording.problems) == [6, 9]
+
+
+def test_policy_on_miss_tunes_each_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    tuned: list[int] = []
+    monkeypatch.setattr(RUNTIME, "miss_hook", lambda problem, device: tuned.append(problem.m))
+    with policy("on-miss"):
+        for m in (5, 50, 5000):
+            gemmtune.linear(rows(m), WEIGHT)
+    assert tuned == [5, 50, 5000]
+
+
+def test_a_refresh_forgets_what_served_other_m(packed: PackedWeight) -> None:
+    gemmtune.linear(rows(5), packed)
+    TOY_RUNS.clear()
+    with policy("off"):
+        gemmtune.linear(rows(5), WEIGHT)
+        gemmtune.linear(rows(6), WEIGHT)
+    assert not TOY_RUNS
+    assert not cache.DESCRIBED_CALLS
+
+
+def test_dispatch_modes_see_another_m(packed: PackedWeight) -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    gemmtune.linear(rows(5), WEIGHT)
+    with FakeTensorMode() as mode:
+        fake = gemmtune.linear(mode.from_tensor(rows(6)), mode.from_tensor(WEIGHT))
+    assert fake.shape == (6, N)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert gemmtune.linear(rows(8), WEIGHT).dtype == torch.bfloat16
+    assert gemmtune.linear(rows(8), WEIGHT).dtype == torch.float32
+
+
+def test_described_calls_keep_no_tensor(packed: PackedWeight) -> None:
+    a, residual, out = rows(5), rows(5, 2, N), torch.empty(5, N)
+    kept = [weakref.ref(tensor) for tensor in (a, residual, out)]
+    gemmtune.linear(a, WEIGHT, epilogue=[fuse.add(residual)], out=out)
+    assert cache.DESCRIBED_CALLS
+    del a, residual, out
+    gc.collect()
+    assert [reference() for reference in kept] == [None, None, None]
+
+
+def test_described_calls_are_bounded(packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MAX_KEYS", 4)
+    cache.clear()
+    for n in random.Random(0).sample(range(2, 60), 20):
+        gemmtune.linear(rows(5), torch.randn(n, K))
+    assert len(cache.DESCRIBED_CALLS) == 4
