@@ -28,6 +28,16 @@ def compile_function(name: str, *lines: str, **names: Any) -> Callable[..., Any]
     names: the global variables of the source. The source is executed, so that it must never contain text from a caller
     or a file.
     """
-    exec(_code(name, "\n".join(lines)), names)
-    function: Callable[..., Any] = names[name]
-    return function
+    return function_maker(name, *lines)(**names)
+
+
+def function_maker(name: str, *lines: str) -> Callable[..., Callable[..., Any]]:
+    """Return a function that makes functions of one source: it takes the values of ``compile_function``'s names."""
+    code = _code(name, "\n".join(lines))
+
+    def make(**names: Any) -> Callable[..., Any]:
+        exec(code, names)
+        function: Callable[..., Any] = names[name]
+        return function
+
+    return make

@@ -19,20 +19,28 @@ from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batche
 from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
-from .library import Algorithm, Call
+from .library import Algorithm, Call, Operation
 from .product import RANKS, Product, describe_product
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
 
 
-class _ThreadCall(threading.local):
-    """A thread's own Call, since a Call stores the addresses of a bias and scales. parts: the Call, its
-    ``set_pointer``, and the function from its ``bind_run``."""
+class _ThreadOperation(threading.local):
+    """A thread's own Operation, since an Operation stores the addresses of a bias and scales."""
 
-    def __init__(self, product: Product, device: int, algorithm: Algorithm, workspace: int) -> None:
-        call = Call(product, device)
-        self.parts = call, call.set_pointer, call.bind_run(algorithm, workspace)
+    def __init__(self, product: Product) -> None:
+        self.operation = Operation(product)
+
+
+class _ThreadCall(threading.local):
+    """A thread's own Call. parts: the Call, its Operation's ``set_pointer``, and the function from its ``bind_run``."""
+
+    def __init__(
+        self, product: Product, device: int, own: _ThreadOperation, algorithm: Algorithm, workspace: int
+    ) -> None:
+        call = Call(product, device, own.operation)
+        self.parts = call, own.operation.set_pointer, call.bind_run(algorithm, workspace)
 
 
 class RankedKernel(AnyBatch, Kernel):
@@ -49,7 +57,9 @@ class RankedKernel(AnyBatch, Kernel):
         # The batch strides are not known yet; assume batches without gaps.
         strides = (m * problem.k, problem.k * problem.n)
         named = problem.with_size("batch", int(candidate["batch"])) if problem.is_batched else problem
-        ranked = Call(describe_product(named, m, strides), device).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        product = describe_product(named, m, strides)
+        self._own = _ThreadOperation(product)
+        ranked = Call(product, device, self._own.operation).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
         self._algorithm = ranked[rank].algorithm
@@ -93,12 +103,12 @@ class RankedKernel(AnyBatch, Kernel):
 
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = describe_product(self.problem, m, strides)
-        call, algorithm = Call(product, device), self._algorithm
+        call, algorithm = Call(product, device, self._own.operation), self._algorithm
         workspace = call.required_workspace(algorithm)
         if workspace is None or workspace > _WORKSPACE:
             (best, *_) = call.ranked_algorithms(1, _WORKSPACE, ALIGN)
             algorithm, workspace = best.algorithm, int(best.workspace)
-        thread_call = _ThreadCall(product, device, algorithm, workspace)
+        thread_call = _ThreadCall(product, device, self._own, algorithm, workspace)
         stream_of, attributes = torch_compat.stream_of, product.pointers
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:

@@ -125,6 +125,7 @@ class _LibraryObject:
             self._destroy(self.pointer)
 
 
+@functools.lru_cache(maxsize=4096)  # layouts are only read, and most products share a weight's
 def _layout(matrix: Matrix) -> _LibraryObject:
     layout = _LibraryObject("MatrixLayout", matrix.dtype, matrix.rows, matrix.columns, matrix.lead)
     if matrix.batches > 1:
@@ -133,26 +134,21 @@ def _layout(matrix: Matrix) -> _LibraryObject:
     return layout
 
 
-class Call:
-    """The cuBLASLt descriptors of one product on one device. Two threads must not use one Call at the same time, and it
-    must stay alive while the product runs."""
+class Operation:
+    """The cuBLASLt descriptor of what a product computes, for products of any sizes. Two threads must not use one at
+    the same time, since it stores the addresses of a bias and scales."""
 
-    def __init__(self, product: Product, device: int) -> None:
-        self._device, self._handle = device, handle_of(device)
-        self._operation = _LibraryObject("MatmulDesc", product.compute, product.scale)
-        self._operation.set(_TRANSPOSE_A, ctypes.c_int32(product.turned[0]))
-        self._operation.set(_TRANSPOSE_B, ctypes.c_int32(product.turned[1]))
-        self._operation.set(_EPILOGUE, ctypes.c_int32(product.epilogue))
+    def __init__(self, product: Product) -> None:
+        self._descriptor = _LibraryObject("MatmulDesc", product.compute, product.scale)
+        self._descriptor.set(_TRANSPOSE_A, ctypes.c_int32(product.turned[0]))
+        self._descriptor.set(_TRANSPOSE_B, ctypes.c_int32(product.turned[1]))
+        self._descriptor.set(_EPILOGUE, ctypes.c_int32(product.epilogue))
         if BIAS_AT in product.pointers:
-            self._operation.set(_BIAS_TYPE, ctypes.c_int32(product.d.dtype))
+            self._descriptor.set(_BIAS_TYPE, ctypes.c_int32(product.d.dtype))
         if product.scaling is not None:
-            self._operation.set(_MODE_A, ctypes.c_int32(product.scaling))
-            self._operation.set(_MODE_B, ctypes.c_int32(product.scaling))
-        self._layouts = [_layout(matrix) for matrix in (product.a, product.b, product.d)]
-        one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
-        self._alpha_beta = (one, type(one)(0))
-        a, b, d = (layout.pointer for layout in self._layouts)
-        self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
+            self._descriptor.set(_MODE_A, ctypes.c_int32(product.scaling))
+            self._descriptor.set(_MODE_B, ctypes.c_int32(product.scaling))
+        self.pointer = self._descriptor.pointer
         self._address = ctypes.c_uint64()
         self._pointers: dict[int, int] = {}
         # Algorithms are queried before there are tensors; with a bias or scales the query needs non-null addresses.
@@ -163,8 +159,23 @@ class Call:
         """Set the address of a bias or of scales."""
         if self._pointers.get(attribute) != address:
             self._address.value = address
-            self._operation.set(attribute, self._address)
+            self._descriptor.set(attribute, self._address)
             self._pointers[attribute] = address
+
+
+class Call:
+    """The cuBLASLt descriptors of one product on one device, which must stay alive while the product runs.
+
+    operation: what the product computes; two threads must not use it at the same time.
+    """
+
+    def __init__(self, product: Product, device: int, operation: Operation) -> None:
+        self._device, self._handle, self._operation = device, handle_of(device), operation
+        self._layouts = [_layout(matrix) for matrix in (product.a, product.b, product.d)]
+        one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
+        self._alpha_beta = (one, type(one)(0))
+        a, b, d = (layout.pointer for layout in self._layouts)
+        self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
 
     def ranked_algorithms(self, count: int, workspace: int, alignment: int) -> list[Ranked]:
         """Return at most ``count`` algorithms in cuBLASLt's order, best first.

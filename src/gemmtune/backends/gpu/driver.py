@@ -280,8 +280,8 @@ class LaunchArgs(threading.local):
         slots = (ctypes.c_uint64 * len(names))(*values)
         # Scratch pointers that Triton adds and its kernels do not use.
         self._unused = (ctypes.c_uint64 * max(1, scratch))()
-        slot_addresses = [ctypes.addressof(slots) + 8 * index for index in range(len(names))]
-        addresses = (*slot_addresses, *([ctypes.addressof(self._unused)] * scratch))
+        start = ctypes.addressof(slots)
+        addresses = (*range(start, start + 8 * len(names), 8), *([ctypes.addressof(self._unused)] * scratch))
         parameters = (ctypes.c_void_p * len(addresses))(*addresses)
         config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
         config.attributes = ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE)  # not used while config.count is 0

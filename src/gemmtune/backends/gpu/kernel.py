@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core import torch_compat
 from ...core.candidate import Candidate
-from ...core.codegen import compile_function
+from ...core.codegen import function_maker
 from ...core.epilogue import Step
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
@@ -139,6 +139,7 @@ class GpuKernel(AnyBatch, Kernel):
         self.packing = self.layout_of(problem, candidate)
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
+        self._makers: dict[Any, Callable[..., Launch]] = {}
         self._tiles_n = -(-problem.n // self._bn)
         self._shares_tiles = "lock_ptr" in self.header.arguments
         if self._shares_tiles:
@@ -237,7 +238,7 @@ class GpuKernel(AnyBatch, Kernel):
     def _make_launch(
         self, m: int, device: int, sizes: dict[str, int], names: list[str], misaligned: Callable[..., None]
     ) -> Launch:
-        """Compile the function that ``bind`` returns.
+        """Make the function that ``bind`` returns.
 
         sizes: the arguments that follow from the operands' strides. names: the names of the arguments whose tensors
         follow A and B. misaligned: see ``_cached_launch``.
@@ -245,18 +246,30 @@ class GpuKernel(AnyBatch, Kernel):
         reason = self._too_large(m)
         if reason:
             raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
-        function, slot_of = self._cubin(m, device)(device), self.header.arguments.index
-        plan = self._launch_plan(m, device, sizes)
-        bind_workspace, extra_parameters = self._split_k_workspace(m, device), "".join(f", {name}" for name in names)
-        pdl = function.pdl and self.overlap
+        function, plan = self._cubin(m, device)(device), self._launch_plan(m, device, sizes)
+        bind_workspace = self._split_k_workspace(m, device)
+        source = (device, function.pdl and self.overlap, bind_workspace is not None, tuple(names), tuple(plan.lines))
+        if source not in self._makers:  # it is the same for all M
+            self._makers[source] = self._launch_maker(*source)
+        return self._makers[source](
+            block=LaunchArgs(function, plan.grid, plan.values), function=function, bind_workspace=bind_workspace,
+            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_compat.stream_of,
+            capturing=torch_compat.is_capturing, **plan.namespace,
+        )  # fmt: skip
+
+    def _launch_maker(
+        self, device: int, pdl: bool, has_workspace: bool, names: Sequence[str], lines: Sequence[str]
+    ) -> Callable[..., Launch]:
+        """Return a function that makes launches. lines: those of ``LaunchPlan``. names: as for ``_make_launch``."""
+        slot_of, extra_parameters = self.header.arguments.index, "".join(f", {name}" for name in names)
         launch_expression = "block.launch_captured(stream, b, out) if captured else go()" if pdl else "go()"
-        reads_capture = pdl or bind_workspace is not None
+        reads_capture = pdl or has_workspace
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
         values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
         # The tensors of a norm are loaded 16 bytes at a time, as A is; those of other steps one element at a time.
         vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(f"t{index}_at" for index in range(len(self.problem.norm_steps)))]
-        return compile_function(
+        return function_maker(
             "launch",
             f"def launch(out, a, b{extra_parameters}):",
             "    slots, config, go, parameters = block.prepared",
@@ -267,17 +280,14 @@ class GpuKernel(AnyBatch, Kernel):
             f"        return misaligned(launch, out, a, b{extra_parameters})",
             f"    config.stream = stream = stream_of({device})",
             *(["    captured = capturing()"] if reads_capture else []),
-            *(f"    {line}" for line in plan.lines),
-            *(["    sums = bind_workspace(slots, stream, captured)"] if bind_workspace is not None else []),
+            *(f"    {line}" for line in lines),
+            *(["    sums = bind_workspace(slots, stream, captured)"] if has_workspace else []),
             f"    slots[{slot_of('c_ptr')}] = c_ptr",
             *(f"    slots[{slot_of(name)}] = {name}_at" for name in names),
             f"    status = {launch_expression}",
             "    if status:",
             "        function.retry_or_raise(status, go)",
-            block=LaunchArgs(function, plan.grid, plan.values), function=function, bind_workspace=bind_workspace,
-            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_compat.stream_of,
-            capturing=torch_compat.is_capturing, **plan.namespace,
-        )  # fmt: skip
+        )
 
     def _too_large(self, m: int) -> str:
         """Return why the kernel cannot be launched for M rows, in words; empty when it can."""
