@@ -7,9 +7,9 @@ A small weight of each family is tuned for all M of a range. Each of ``--count``
 each time on new operands: by PyTorch's own op, by gemmtune's op with the weight raw and packed, and by the product of a
 compiled graph (``inductor.CallSite``). The first call less the third is what a new M costs. Host time is the time in
 which the calling thread is busy: a GPU's stream is idle before each call, and a CPU's kernel is part of all three.
-Where the plan has PyTorch serve an M, a new M costs what it costs PyTorch, too: on CPUs oneDNN makes a primitive for it,
-on GPUs cuBLAS chooses a kernel. "PyTorch" is that cost, unless the op remembers the M from a product before; "PyTorch
-again" calls it with the same M once more, which shows what caches that went cold cost.
+Where the plan has PyTorch serve an M, a new M costs what it costs PyTorch, too: on CPUs oneDNN makes a primitive for
+it, on GPUs cuBLAS chooses a kernel. "PyTorch" is that cost, unless the op remembers the M from a product before;
+"PyTorch again" calls it with the same M once more, which shows what caches that went cold cost.
 Raw data is written to benchmarks/results/ (or to $OUT).
 """
 
