@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..core import devices
 from ..core.call import Call
+from ..core.problem import Problem
 from ..core.torch_compat import forward_ad
 from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
 from . import cache
@@ -84,11 +85,12 @@ class DescribedCall:
         if self._forms is not None and self._forms.is_raw(m) != bool(self._raw):
             return None
         kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
-        if kernel is None and (self._is_packed or self._torch_function is None):
+        if kernel is None and self._is_packed:
             return None
         if self._raw:
             args = (a, getattr(args[1], self._raw), *args[2:])
-        call = self._call(m, args)
+        is_composed = kernel is None and self._torch_function is None
+        call = self._call(m, args, self._problem.with_m(m) if is_composed else self._problem)
         operands = args[:-1] if self._has_out else args
         run = specialize(
             call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out,
@@ -106,9 +108,9 @@ class DescribedCall:
                 return False
         return True
 
-    def _call(self, m: int, args: Sequence[Any]) -> Call:
-        """Return what the op would describe, but with the M of the described call in its Problem: a Problem with
-        another M takes 3 us to make, and ``specialize`` does not need it."""
+    def _call(self, m: int, args: Sequence[Any], problem: Problem) -> Call:
+        """Return what the op would describe. problem: that of the described call will do, where ``specialize`` needs no
+        other: one with another M takes 3 us to make."""
         a = args[0]
         flatten = None if a.dim() == 2 else methodcaller("reshape", m, self._problem.k)
         b = args[1] if self._adapt_b is None else self._adapt_b(*args[1 : self._aux.start])
@@ -117,7 +119,7 @@ class DescribedCall:
             for position, (varying, shape) in zip(self._aux, self._shapes, strict=True)
         ]
         return Call(
-            self._problem, a if flatten is None else flatten(a), b, tuple(aux),
+            problem, a if flatten is None else flatten(a), b, tuple(aux),
             (*a.shape[:-1], self._columns), flatten, self._adapt_b,
         )  # fmt: skip
 
