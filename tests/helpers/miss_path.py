@@ -14,8 +14,7 @@ from torch import Tensor
 
 import gemmtune
 from gemmtune import fuse
-from gemmtune.dispatch import RUNTIME
-from gemmtune.dispatch.cache import DISPATCH_CACHE
+from gemmtune.dispatch import RUNTIME, cache
 from gemmtune.ops.table import OPS
 from gemmtune.store import MemoryStore
 from helpers.serving import evidence, register, store_decision, toy
@@ -37,11 +36,12 @@ CALLS: dict[str, Callable[[], Tensor]] = {
 }
 
 
-def entries_of_miss(call: Callable[[], object], *, tuned: bool) -> Entries:
+def entries_of_miss(call: Callable[[], object], *, tuned: bool, described: bool = False) -> Entries:
     """Return the entries of a call that misses the cache.
 
-    tuned: whether a kernel serves it; otherwise PyTorch does. The store was read and the kernel loaded before, since
-    only the first miss of a process does that.
+    tuned: whether a kernel serves it; otherwise PyTorch does. described: whether a call was described before that
+    differs in M only. The store was read and the kernel loaded before, since only the first miss of a process does
+    that.
     """
     store = MemoryStore()
     RUNTIME.refresh(store)
@@ -52,7 +52,10 @@ def entries_of_miss(call: Callable[[], object], *, tuned: bool) -> Entries:
         ((problem, _),) = recording.problems
         store_decision(store, problem, evidence(toy(), 0.1), chosen=toy())
     call()
-    DISPATCH_CACHE.clear()
+    if described:
+        cache.DISPATCH_CACHE.clear()
+    else:
+        cache.clear()
     return entries(call)
 
 

@@ -10,11 +10,12 @@ from helpers.miss_path import CALLS, MOST_ENTRIES, entries, entries_of_miss, is_
 from helpers.serving import TOY_RUNS
 
 
+@pytest.mark.parametrize("described", [False, True])
 @pytest.mark.parametrize("tuned", [False, True])
 @pytest.mark.parametrize("name", CALLS)
-def test_a_miss_enters_each_module_twice_at_most(name: str, tuned: bool) -> None:
+def test_a_miss_enters_each_module_twice_at_most(name: str, tuned: bool, described: bool) -> None:
     TOY_RUNS.clear()
-    found = entries_of_miss(CALLS[name], tuned=tuned)
+    found = entries_of_miss(CALLS[name], tuned=tuned, described=described)
     assert bool(TOY_RUNS) == tuned
     assert found["gemmtune.dispatch.cache"] == ["lookup", "insert"]
     assert {module: names for module, names in found.items() if is_counted(module) and len(names) > MOST_ENTRIES} == {}

@@ -23,7 +23,7 @@ from .forms import Forms
 from .guards import make_guard_of_any_size
 from .profiling import run_profiled
 from .runtime import RUNTIME, PlanKernels
-from .specialize import FunctionalFn, TorchFunction, adapt_args, reading_raw, specialize
+from .specialize import FunctionalFn, TorchFunction, reading_raw, specialize
 
 
 class DescribedCall:
@@ -60,7 +60,6 @@ class DescribedCall:
             for position, tensor in zip(self._aux, call.aux, strict=True)
         ]  # fmt: skip
         # With one row, a tensor [1, N] or [1] may have another axis than with several.
-        self._adapt = adapt_args(call, args[: self._aux.stop]) if not axes and args[0].dim() == 2 else None
         is_clear = all(axis == "col" for axis in axes) and all(args[i].dim() == 1 for i in self._aux)
         self._least_m = 1 if is_clear else 2
 
@@ -93,9 +92,8 @@ class DescribedCall:
         call = self._call(m, args, self._problem.with_m(m) if is_composed else self._problem)
         operands = args[:-1] if self._has_out else args
         run = specialize(
-            call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out,
-            adapt=self._adapt,
-        )  # fmt: skip
+            call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out
+        )
         return reading_raw(run, self._raw, len(args)) if self._raw else run
 
     def _takes(self, m: int, args: Sequence[Any]) -> bool:

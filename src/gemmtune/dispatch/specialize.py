@@ -53,16 +53,15 @@ class TorchFunction(NamedTuple):
 
 def specialize(
     call: Call, args: Sequence[Any], kernel: Kernel | None, torch_function: TorchFunction | None, *, needs_grad: bool,
-    has_out: bool, adapt: ArgAdapter | None = None,
+    has_out: bool,
 ) -> FunctionalFn:  # fmt: skip
     """Return the function that serves a Call and later ones like it: of args, and of out where ``has_out``.
 
     call: its Problem may have another M than its operands, if a kernel or ``torch_function`` serves.
     kernel: None where PyTorch serves. torch_function: PyTorch's function for just this call; None where there is none:
     the fallback is then composed from several. needs_grad: whether a gradient is wanted, which needs a ``backward``.
-    adapt: what ``adapt_args`` would return.
     """
-    adapt = adapt or adapt_args(call, args)
+    adapt = adapt_args(call, args)
     plain: FunctionalFn
     write: OutFn | None = None
     backward: FunctionalFn | None = None

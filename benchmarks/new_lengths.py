@@ -1,0 +1,114 @@
+"""Measure what a sequence of a new length costs a model that is compiled for all lengths: host time, in milliseconds.
+
+    python benchmarks/new_lengths.py                              the CPU, one thread; on a GPU where there is one
+    python benchmarks/new_lengths.py --device cpu --layers 4 --width 512 --count 100
+
+A transformer in bfloat16 (RMS norms, attention, SwiGLU) is compiled with ``dynamic=True`` by Inductor and by
+``backend="gemmtune"``, which tunes its products first. Then each of ``--count`` random lengths is run three times by
+each, and eagerly, in a random order: the first call less the third is what a new length costs. On a GPU the stream is
+idle before each call. Raw data is written to benchmarks/results/ (or to $OUT).
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import random
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+os.environ.setdefault("GEMMTUNE_STORE", str(Path(".gemmtune") / "new-lengths.db"))
+
+import torch
+import torch.nn.functional as F
+from harness import write_results
+from torch import Tensor, nn
+
+import gemmtune
+from gemmtune.dispatch import current_target
+
+HEADS = 4
+
+
+def build(width: int, layers: int, device: torch.device) -> nn.Module:
+    """Return a transformer whose class is its own: Dynamo keeps what it compiled on a class's forward, so that models
+    of one class slow each other."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+            self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+            self.down = nn.Linear(2 * width, width, bias=False)
+
+        def forward(self, x: Tensor) -> Tensor:
+            normed = self.norms[0](x)
+            parts = [linear(normed).view(1, -1, HEADS, width // HEADS) for linear in (self.q, self.k, self.v)]
+            q, k, v = (part.transpose(1, 2) for part in parts)
+            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
+            normed = self.norms[1](x)
+            return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+    torch.manual_seed(0)
+    model = nn.Sequential(*[Block() for _ in range(layers)])
+    return model.to(device, torch.bfloat16).eval().requires_grad_(False)
+
+
+def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
+    """Return the milliseconds for which the calling thread is busy with a call."""
+    if x.is_cuda:
+        torch.cuda.synchronize()
+    start = time.perf_counter()
+    run(x)
+    return 1e3 * (time.perf_counter() - start)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--width", type=int, help="of the model [GPU: 2048, CPU: 256]")
+    parser.add_argument("--count", type=int, default=60, help="random lengths from 70 to 400 (GPU: 4000) [60]")
+    parser.add_argument("--budget", type=float, help="seconds to tune a problem that is not in the store")
+    args = parser.parse_args()
+    if args.device == "cpu":
+        torch.set_num_threads(1)
+    device, last = torch.device(args.device), 4000 if args.device == "cuda" else 400
+    width = args.width or (2048 if device.type == "cuda" else 256)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randn(1, length, width).to(device, torch.bfloat16)
+
+    options = {} if args.budget is None else {"budget": args.budget}
+    runs: dict[str, Callable[[Tensor], Tensor]] = {
+        "eager": build(width, args.layers, device),
+        "torch.compile": torch.compile(build(width, args.layers, device), dynamic=True),
+        "backend=gemmtune": gemmtune.compile(build(width, args.layers, device), dynamic=True, options=options),
+    }
+    times: dict[str, list[list[float]]] = {name: [] for name in runs}
+    rng = random.Random(5)
+    with torch.no_grad():
+        for name, run in runs.items():
+            start = time.perf_counter()
+            for length in (17, 33, 40, 50, 60):
+                run(tokens(length))
+            print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
+        gc.disable()
+        for length in rng.sample(range(70, last + 1), args.count):
+            for name in rng.sample(list(runs), len(runs)):
+                times[name].append([milliseconds(runs[name], tokens(length)) for _ in range(3)])
+    print(f"{'':<18}{'new length':>12}{'quartiles':>18}{'later call':>12}   ms")
+    for name, rows in times.items():
+        low, middle, high = statistics.quantiles([first - third for first, _, third in rows], n=4)
+        later = statistics.median(third for *_, third in rows)
+        print(f"{name:<18}{middle:>12.2f}{low:>10.2f}{high:>8.2f}{later:>12.2f}")
+    write_results("new-lengths", times, target=current_target(device).to_dict(), arguments=vars(args), width=width)
+
+
+if __name__ == "__main__":
+    main()
