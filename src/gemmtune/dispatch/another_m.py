@@ -112,12 +112,12 @@ class DescribedCall:
         a = args[0]
         flatten = None if a.dim() == 2 else methodcaller("reshape", m, self._problem.k)
         b = args[1] if self._adapt_b is None else self._adapt_b(*args[1 : self._aux.start])
-        aux = [
+        aux = tuple([
             args[position].view((m, *shape[1:]) if varying else shape)
             for position, (varying, shape) in zip(self._aux, self._shapes, strict=True)
-        ]
+        ])  # fmt: skip
         return Call(
-            problem, a if flatten is None else flatten(a), b, tuple(aux),
+            problem, a if flatten is None else flatten(a), b, aux,
             (*a.shape[:-1], self._columns), flatten, self._adapt_b,
         )  # fmt: skip
 

@@ -96,11 +96,11 @@ def insert(
     call, unless ``lookup`` could not find the entry. The oldest entry of a full key, and the oldest key of a full
     cache, are dropped.
 
-    guard: one that, together with the key, is true of such operands only; None has one made.
+    guard: one of a described call that ``lookup`` may use for this key; None has one made.
     """
-    if key is None or not is_reachable() or any(map(is_subclass, guarded)):
-        return
     if guard is None:
+        if key is None or not is_reachable() or any(map(is_subclass, guarded)):
+            return
         guard = make_guard(*guarded)
         if not guard(*guarded):
             return
@@ -111,11 +111,13 @@ def insert(
     if entries is not None and len(entries) == MAX_ENTRIES:
         entries = DISPATCH_CACHE[key] = EntriesByStrides()
     if isinstance(entries, EntriesByStrides):
-        _prepend(entries.by_strides, strides_key(guarded), (guard, function), MAX_STRIDES)
+        shape = strides_key(guarded)
+        _prepend(entries.by_strides, shape, entries.by_strides.get(shape, ()), (guard, function), MAX_STRIDES)
     else:
-        _prepend(DISPATCH_CACHE, key, (guard, function), MAX_KEYS)
+        _prepend(DISPATCH_CACHE, key, entries or (), (guard, function), MAX_KEYS)
     if described is not None:
-        _prepend(DESCRIBED_CALLS, described.key, described, MAX_KEYS)
+        others = DESCRIBED_CALLS.get(described.key, ())
+        _prepend(DESCRIBED_CALLS, described.key, others, described, MAX_KEYS)
 
 
 def clear() -> None:
@@ -124,8 +126,10 @@ def clear() -> None:
     DESCRIBED_CALLS.clear()
 
 
-def _prepend(table: dict[Any, tuple[Entry, ...]], key: Any, entry: Entry, limit: int) -> None:
-    entries = table.get(key, ())
+def _prepend(
+    table: dict[Any, tuple[Entry, ...]], key: Any, entries: tuple[Entry, ...], entry: Entry, limit: int
+) -> None:
+    """Add an entry in front of those that the table has for a key; the oldest key makes room for a new one."""
     while not entries and len(table) >= limit:
         del table[next(iter(table))]
     table[key] = (entry, *entries[: MAX_ENTRIES - 1])
