@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..core import devices
 from ..core.call import Call
-from ..core.problem import Problem
+from ..core.problem import FAMILIES, Problem
 from ..core.torch_compat import forward_ad
 from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
 from . import cache
@@ -66,13 +66,14 @@ class DescribedCall:
     @staticmethod
     def is_possible(call: Call, args: Sequence[Any]) -> bool:
         """Whether what served the call may serve other M: its sizes tell which of its tensors depend on M, and these
-        are dense."""
+        are dense. Of a family that was added, it is not known what else may depend on M."""
         problem, a = call.problem, args[0]
-        if problem.is_batched or problem.is_empty or problem.m == 1:
+        if problem.family not in FAMILIES or problem.is_batched or problem.is_empty or problem.m == 1:
             return False
         if not a.is_contiguous() or not devices.is_served(a.device):
             return False
-        return (a.dim() == 2 and call.adapt_a is None) or (a.dim() > 2 and call.shape[:-1] == a.shape[:-1])
+        is_matrix = call.a.shape == (problem.m, problem.k) and call.a.data_ptr() == a.data_ptr()
+        return is_matrix and call.shape[:-1] == a.shape[:-1]
 
     def function_for(self, args: Sequence[Any]) -> FunctionalFn | None:
         """Return the function that serves operands like args, of which the guard is true; None where they have to be
