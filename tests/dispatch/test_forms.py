@@ -199,3 +199,26 @@ def test_decision_at_an_m_that_the_plan_does_not_know_counts(later: float, raw: 
     kernel = replace(packed_kernel(), seconds=lambda m: later * PLAIN_S(m))
     points = [tuned_point(decision) for decision in decisions_at([kernel], [8, 32])]
     assert raw_sizes(choose_forms("p:x", points, plan), (8, 9, 32, 63, 64)) == raw
+
+
+def test_layouts_are_ranked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    ranked: list[object] = []
+
+    def rank(tuned: TunedPlan, faulty: object, *, raw_kernels: bool) -> list[str | None]:
+        ranked.append(raw_kernels)
+        return ["toy:plain", None]
+
+    monkeypatch.setattr("gemmtune.dispatch.index.rank_layouts_of_plan", rank)
+    tuned = index_of(plan_of(packed_kernel(0.5)))
+    tuned.layouts(PROBLEM.plan_key).clear()  # what a caller does with its list changes no other
+    assert tuned.layouts(PROBLEM.plan_key) == ["toy:plain", None]
+    assert tuned.layouts(PROBLEM.plan_key, raw_kernels=False) == ["toy:plain", None]
+    assert ranked == [True, False]
+
+
+def test_an_index_covers_ranges_and_single_m() -> None:
+    tuned = index_of(plan_of(packed_kernel(0.5)))
+    last = tuned.tuned_plan(PROBLEM.plan_key)
+    assert last is not None
+    assert [tuned.covers(PROBLEM.plan_key, m) for m in (last.first, last.last, last.last + 1)] == [True, True, False]
+    assert not tuned.covers("another key", last.first)

@@ -30,7 +30,7 @@ class Marked(Tensor):
 
 
 @pytest.fixture(params=["torch", "python", "refused"], autouse=True)
-def guard_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def guard_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Select torch's guard, or the guard in Python for a torch without one or with other arguments."""
 
     def refuse(*_: Any, **__: Any) -> None:
@@ -40,7 +40,7 @@ def guard_kind(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(guards, "_TensorGuards", refuse if request.param == "refused" else None)
     elif guards._TensorGuards is None:
         pytest.skip("this torch has no TensorGuards")
-    yield
+    yield request.param
     gemmtune.refresh()  # drop the entries with such guards
 
 
@@ -164,3 +164,33 @@ def test_ops_are_served_with_each_kind_of_guard(own_store: MemoryStore, monkeypa
     TOY_RUNS.clear()
     torch.testing.assert_close(gemmtune.linear(X.clone(), W), expected)
     assert len(TOY_RUNS) == 1
+
+
+def test_guard_of_any_size_compares_all_but_the_first_sizes(guard_kind: str) -> None:
+    a, bias = torch.randn(2, 3, 8), torch.randn(8)
+    guard = guards.make_guard_of_any_size((a, bias), (2, 0))
+    if guard_kind != "torch":
+        assert guard is None
+        return
+    assert guard is not None
+    assert guard(torch.randn(5, 7, 8), torch.randn(8))
+    assert guard(torch.randn(5, 7, 16)[:, ::2, :8].contiguous(), bias)
+    unlike = [
+        (torch.randn(2, 3, 9), bias), (a, torch.randn(9)), (a.double(), bias), (a[0], bias), (a[..., :4], bias),
+        (torch.randn(2, 3, 8, requires_grad=True), bias), (a, nn.Parameter(bias)), (torch.randn(2, 8, 3).mT, bias),
+    ]  # fmt: skip
+    assert not any(guard(*operands) for operands in unlike)
+    matrix = guards.make_guard_of_any_size((a[0],), (1,))
+    assert matrix is not None
+    assert matrix(torch.randn(9, 8))
+    assert not matrix(torch.randn(9, 16)[:, :8])  # its rows have gaps
+    with torch.autocast("cpu"):
+        assert not matrix(torch.randn(9, 8))
+
+
+def test_each_m_is_described_without_a_guard_of_any_size(own_store: MemoryStore, guard_kind: str) -> None:
+    weight = torch.randn(4, 8)
+    for m in (2, 3):
+        x = torch.randn(m, 8)
+        torch.testing.assert_close(gemmtune.linear(x, weight), x @ weight.t())
+    assert bool(cache.DESCRIBED_CALLS) == (guard_kind == "torch")

@@ -175,8 +175,8 @@ class CallSite:
         return Call(problem, a, b, tuple(aux), problem.out_shape)
 
     def _kernel(self, packed: PackedWeight | None, a: Tensor) -> Kernel | None:
-        """Return the kernel that serves ``a``'s M, and its batch, beside a packed weight, or the raw one (None); None
-        where there is none. Raises PackedWeightError as ``Runtime.choose``."""
+        """Return the kernel that multiplies ``a`` by a packed weight, or by the raw one (None); None where there is no
+        such kernel. Raises PackedWeightError as ``Runtime.choose``."""
         layout = None if packed is None else packed.layout
         plan = None if self._is_batched or RUNTIME.policy == "on-miss" else self._plans.get(layout)
         kernel = None if plan is None else RUNTIME.kernel_of_size(plan, a.shape[0])
