@@ -3,14 +3,14 @@
     python benchmarks/new_m.py                                the CPU, one thread; on a GPU where there is one
     python benchmarks/new_m.py --device cpu --families bf16,int8wo --count 200
 
-A small weight of each family is tuned for all M of a range. Each of ``--count`` random M is then called three times,
-each time on new operands: by PyTorch's own op, by gemmtune's op with the weight raw and packed, and by the product of a
-compiled graph (``inductor.CallSite``). The first call less the third is what a new M costs. Host time is the time in
-which the calling thread is busy: a GPU's stream is idle before each call, and a CPU's kernel is part of all three.
-Where the plan has PyTorch serve an M, a new M costs what it costs PyTorch, too: on CPUs oneDNN makes a primitive for
-it, on GPUs cuBLAS chooses a kernel. "PyTorch" is that cost, unless the op remembers the M from a product before;
-"PyTorch again" calls it with the same M once more, which shows what caches that went cold cost.
-Raw data is written to benchmarks/results/ (or to $OUT).
+A small weight of each family is tuned for all M of a range. Then ``--count`` random M are called twice in the same
+order, each time on new operands: by PyTorch's own op, by gemmtune's op with the weight raw and packed, and by the
+product of a compiled graph (``inductor.CallSite``). What the first call of an M takes longer than its second, which
+comes after calls with all other M, is what a new M costs. Host time is the time in which the calling thread is busy: a
+GPU's stream is idle before each call, and a CPU's kernel is part of both. Where the plan has PyTorch serve an M, a new
+M costs what it costs PyTorch, too, unless the library remembers the M from "PyTorch", which is measured first: on CPUs
+oneDNN makes a primitive for it, on GPUs cuBLAS chooses a kernel. Raw data is written to benchmarks/results/ (or to
+$OUT).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import random
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -54,7 +54,6 @@ def calls_of(problem: Problem, b: Tensor | QuantWeight) -> dict[str, Callable[[I
     packed = pack(problem, b)
     ways: dict[str, Callable[[Inputs], Call]] = {
         "PyTorch": lambda inputs: torch_call(problem, inputs.a, b, inputs.aux),
-        "PyTorch again": lambda inputs: torch_call(problem, inputs.a, b, inputs.aux),
         "op": lambda inputs: op_call(problem, inputs.a, b, inputs.aux),
     }
     if packed is not None:
@@ -107,22 +106,19 @@ def op_call(problem: Problem, a: Tensor, b: Any, aux: Any) -> Call:
     return lambda: gemmtune.mixed_mm(a, b, bits=bits)
 
 
-def time_calls(problem: Problem, b: Any, sizes: list[int], way: Callable[[Inputs], Call]) -> Iterator[dict[str, float]]:
-    """Yield the microseconds of the first three calls with each M."""
-    device = b.device if isinstance(b, Tensor) else b.data.device
+def time_calls(problem: Problem, b: Any, sizes: list[int], way: Callable[[Inputs], Call]) -> list[float]:
+    """Return the microseconds of a call with each M."""
+    device, times = b.device if isinstance(b, Tensor) else b.data.device, []
     gc.disable()
     for m in sizes:
-        times = []
-        for _ in range(3):
-            call = way(make_inputs(problem.with_m(m), m, device=device, b=b))
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            start = time.perf_counter()
-            result = call()
-            times.append(1e6 * (time.perf_counter() - start))
-            del result
-        yield {"m": m, "first_us": times[0], "second_us": times[1], "third_us": times[2]}
+        call = way(make_inputs(problem.with_m(m), m, device=device, b=b))
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        start = time.perf_counter()
+        call()
+        times.append(1e6 * (time.perf_counter() - start))
     gc.enable()
+    return times
 
 
 def main() -> None:
@@ -147,12 +143,12 @@ def main() -> None:
             first = 17 if family == "int8" else 2  # the least M that torch._int_mm takes on a GPU
             sizes = random.Random(family).sample(range(first, last + 1), args.count + 20)
             with torch.inference_mode(name != "compiled graph"):
-                times = list(time_calls(problem, b, sizes, way))[20:]  # the first ones load kernels
-            costs = sorted(row["first_us"] - row["third_us"] for row in times)
+                passes = [time_calls(problem, b, sizes, way)[20:] for _ in range(2)]  # the first ones load kernels
+            costs = sorted(first - second for first, second in zip(*passes, strict=True))
             low, middle, high = statistics.quantiles(costs, n=4)
-            late, later = costs[int(0.9 * len(costs))], statistics.median(row["third_us"] for row in times)
+            late, later = costs[int(0.9 * len(costs))], statistics.median(passes[1])
             print(f"{family:<8}{name:<16}{middle:>10.1f}{low:>10.1f}{high:>8.1f}{late:>8.1f}{later:>12.1f}", flush=True)
-            rows.append({"family": family, "call": name, "size": size, "times": times})
+            rows.append({"family": family, "call": name, "size": size, "m": sizes[20:], "us": passes})
     write_results("new-m", rows, target=current_target(device).to_dict(), arguments=vars(args))
 
 

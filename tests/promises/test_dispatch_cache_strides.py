@@ -36,9 +36,9 @@ def cached_keys(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     keys: list[object] = []
     cache_entry = RUNTIME.cache_entry
 
-    def record_key(key: object, *rest: object) -> None:
+    def record_key(key: object, *rest: object, **options: object) -> None:
         keys.append(key)
-        cache_entry(key, *rest)  # type: ignore[arg-type]
+        cache_entry(key, *rest, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(RUNTIME, "cache_entry", record_key)
     return keys

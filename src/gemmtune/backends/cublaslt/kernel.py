@@ -19,7 +19,7 @@ from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batche
 from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
-from .library import Algorithm, Call, Operation
+from .library import Algorithm, Call, Layouts, Operation
 from .product import RANKS, Product, describe_product
 
 _WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
@@ -37,9 +37,10 @@ class _ThreadCall(threading.local):
     """A thread's own Call. parts: the Call, its Operation's ``set_pointer``, and the function from its ``bind_run``."""
 
     def __init__(
-        self, product: Product, device: int, own: _ThreadOperation, algorithm: Algorithm, workspace: int
-    ) -> None:
-        call = Call(product, device, own.operation)
+        self, product: Product, device: int, own: _ThreadOperation, layouts: Layouts, algorithm: Algorithm,
+        workspace: int,
+    ) -> None:  # fmt: skip
+        call = Call(product, device, own.operation, layouts)
         self.parts = call, own.operation.set_pointer, call.bind_run(algorithm, workspace)
 
 
@@ -58,8 +59,9 @@ class RankedKernel(AnyBatch, Kernel):
         strides = (m * problem.k, problem.k * problem.n)
         named = problem.with_size("batch", int(candidate["batch"])) if problem.is_batched else problem
         product = describe_product(named, m, strides)
-        self._own = _ThreadOperation(product)
-        ranked = Call(product, device, self._own.operation).ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        self._own, self._layouts = _ThreadOperation(product), Layouts()
+        call = Call(product, device, self._own.operation, self._layouts)
+        ranked = call.ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
         self._algorithm = ranked[rank].algorithm
@@ -98,17 +100,18 @@ class RankedKernel(AnyBatch, Kernel):
         if launch is None:
             if len(self._bound) >= _MAX_LAUNCHES:
                 self._bound.clear()
+                self._layouts.clear()
             launch = self._bound[key] = self._make_launch(m, device, strides, misaligned)
         return launch
 
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = describe_product(self.problem, m, strides)
-        call, algorithm = Call(product, device, self._own.operation), self._algorithm
+        call, algorithm = Call(product, device, self._own.operation, self._layouts), self._algorithm
         workspace = call.required_workspace(algorithm)
         if workspace is None or workspace > _WORKSPACE:
             (best, *_) = call.ranked_algorithms(1, _WORKSPACE, ALIGN)
             algorithm, workspace = best.algorithm, int(best.workspace)
-        thread_call = _ThreadCall(product, device, self._own, algorithm, workspace)
+        thread_call = _ThreadCall(product, device, self._own, self._layouts, algorithm, workspace)
         stream_of, attributes = torch_compat.stream_of, product.pointers
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:

@@ -125,13 +125,17 @@ class _LibraryObject:
             self._destroy(self.pointer)
 
 
-@functools.lru_cache(maxsize=4096)  # layouts are only read, and most products share a weight's
-def _layout(matrix: Matrix) -> _LibraryObject:
-    layout = _LibraryObject("MatrixLayout", matrix.dtype, matrix.rows, matrix.columns, matrix.lead)
-    if matrix.batches > 1:
-        layout.set(_BATCHES, ctypes.c_int32(matrix.batches))
-        layout.set(_BATCH_STRIDE, ctypes.c_int64(matrix.stride))
-    return layout
+class Layouts(dict[Matrix, _LibraryObject]):
+    """The layouts of a kernel's matrices, which Calls and threads share, since they are only read; each is made when it
+    is first looked up."""
+
+    def __missing__(self, matrix: Matrix) -> _LibraryObject:
+        layout = _LibraryObject("MatrixLayout", matrix.dtype, matrix.rows, matrix.columns, matrix.lead)
+        if matrix.batches > 1:
+            layout.set(_BATCHES, ctypes.c_int32(matrix.batches))
+            layout.set(_BATCH_STRIDE, ctypes.c_int64(matrix.stride))
+        self[matrix] = layout
+        return layout
 
 
 class Operation:
@@ -166,12 +170,12 @@ class Operation:
 class Call:
     """The cuBLASLt descriptors of one product on one device, which must stay alive while the product runs.
 
-    operation: what the product computes; two threads must not use it at the same time.
+    operation: what the product computes; two threads must not use it at the same time. layouts: those that exist.
     """
 
-    def __init__(self, product: Product, device: int, operation: Operation) -> None:
+    def __init__(self, product: Product, device: int, operation: Operation, layouts: Layouts) -> None:
         self._device, self._handle, self._operation = device, handle_of(device), operation
-        self._layouts = [_layout(matrix) for matrix in (product.a, product.b, product.d)]
+        self._layouts = [layouts[matrix] for matrix in (product.a, product.b, product.d)]
         one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
         self._alpha_beta = (one, type(one)(0))
         a, b, d = (layout.pointer for layout in self._layouts)
