@@ -58,9 +58,9 @@ def calls_of(problem: Problem, b: Tensor | QuantWeight) -> dict[str, Callable[[I
     }
     if packed is not None:
         ways["op, packed"] = lambda inputs: op_call(problem, inputs.a, packed, inputs.aux)
-    form = "linear" if isinstance(b, Tensor) else "weight_only"
-    constant = replace(problem, b=replace(problem.b, constant=True))
     if problem.family in ("mm", "mixed_mm"):
+        form = "linear" if isinstance(b, Tensor) else "weight_only"
+        constant = replace(problem, b=replace(problem.b, constant=True))
         site = CallSite(GraphCall(constant, form, (problem.n,)).to_json())
         weights = [b.t()] if isinstance(b, Tensor) else [b.data.t(), b.scale, b.zero_point]
         weights = [tensor for tensor in weights if tensor is not None]
@@ -133,7 +133,7 @@ def main() -> None:
         torch.set_num_threads(1)
     device, rows = torch.device(args.device), []
     size, last = args.size or (1024 if device.type == "cuda" else 64), LAST[args.device]
-    print(f"{'family':<8}{'call':<16}{'first M':>10}{'quartiles':>18}{'90%':>8}{'later call':>12}   us")
+    print(f"{'family':<8}{'call':<16}{'new M':>10}{'quartiles':>18}{'90%':>8}{'later call':>12}   us")
     for family in (args.families or FAMILIES[args.device]).split(","):
         problem = build(16, size, size, family)
         gemmtune.tune([problem], m=range(1, last + 1), budget=args.budget, device=device)

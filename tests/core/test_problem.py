@@ -107,19 +107,3 @@ def test_products_without_a_batch_have_a_plan_over_m_only() -> None:
     assert plan_keys_of(problem.key) == (problem.plan_key,)
     with pytest.raises(ValueError, match="mm has no batch"):
         problem.plan_key_over("batch")
-
-
-@pytest.mark.parametrize(
-    "problem", [build(3, 16, 32, "int8wo"), bmm_problem(12, 20, 72, 128, "bfloat16"), int_problem(100, 8, 16)]
-)
-def test_a_problem_of_another_size_is_what_its_constructor_makes(problem: Problem) -> None:
-    for dim in problem.dims:
-        for size in (0, 1, 7, 12345):
-            other = problem.with_size(dim, size)
-            made = replace(problem, m=size) if dim == "m" else replace(problem, batch=size)
-            assert (other, other.key, hash(other)) == (made, made.key, hash(made))
-            assert other.with_size(dim, problem.size(dim)).key == problem.key
-    with pytest.raises(ValueError, match="m must be a non-negative int; got -1"):
-        problem.with_m(-1)
-    with pytest.raises(ValueError, match="m must be a non-negative int; got True"):
-        problem.with_m(True)

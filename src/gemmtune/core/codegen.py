@@ -32,7 +32,8 @@ def compile_function(name: str, *lines: str, **names: Any) -> Callable[..., Any]
 
 
 def function_maker(name: str, *lines: str) -> Callable[..., Callable[..., Any]]:
-    """Return a function that makes functions of one source: it takes the values of ``compile_function``'s names."""
+    """Return a function that takes the global variables of a source and returns the function ``name`` with them, as
+    ``compile_function`` does: for a source that is used with several values of its variables."""
     code = _code(name, "\n".join(lines))
 
     def make(**names: Any) -> Callable[..., Any]:

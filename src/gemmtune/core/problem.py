@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
-from operator import attrgetter
 from typing import Any, Literal, NamedTuple
 
 from . import plugins
@@ -237,24 +236,12 @@ class Problem:
         return self.m if dim == "m" else self.batch
 
     def with_size(self, dim: Dim, size: int) -> Problem:
-        """Return a copy of this Problem with another M, or another batch. Raises ValueError unless it is a
-        non-negative int."""
-        if type(size) is not int or size < 0:
-            return replace(self, m=size) if dim == "m" else replace(self, batch=size)
-        # Dispatch does this for every new M. dataclasses.replace would check all fields and build the whole key again,
-        # in six times the time.
-        copy, head = object.__new__(Problem), self._head()
-        for name, value in zip(_FIELDS, _values_of(self), strict=True):
-            object.__setattr__(copy, name, value)
-        object.__setattr__(copy, dim, size)
-        behind_m = self._key[len(head) + 1 + len(str(self.m)) :]
-        head = head if dim == "m" else copy._head()
-        object.__setattr__(copy, "_key", f"{head}m{copy.m}{behind_m}")
-        return copy
+        """Return a copy of this Problem with another M, or another batch."""
+        return replace(self, m=size) if dim == "m" else replace(self, batch=size)
 
     def with_m(self, m: int) -> Problem:
-        """Return a copy of this Problem with another M. Raises ValueError unless it is a non-negative int."""
-        return self.with_size("m", m)
+        """Return a copy of this Problem with another M."""
+        return replace(self, m=m)
 
     @property
     def norm(self) -> Step | None:
@@ -352,10 +339,6 @@ class Problem:
         problem = cls(**fields)
         bits(problem.a.dtype), bits(problem.b.dtype), bits(problem.out_dtype)
         return problem
-
-
-_FIELDS = tuple(Problem.__dataclass_fields__)
-_values_of = attrgetter(*_FIELDS)
 
 
 def _operand(data: Mapping[str, Any]) -> Operand:

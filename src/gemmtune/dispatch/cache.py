@@ -5,7 +5,8 @@ first, differ in dtype, strides, device and whether a gradient is wanted; each h
 given operands. ``DISPATCH_CACHE`` maps a key to a tuple of entries that is replaced as a whole, so that readers need no
 lock; writers hold ``Runtime``'s.
 
-``DESCRIBED_CALLS`` has, under keys without M, what served calls with other M (``another_m``).
+``DESCRIBED_CALLS`` maps a key without M to the calls from whose descriptions calls with other M are served
+(``another_m``).
 """
 
 from __future__ import annotations
@@ -23,13 +24,16 @@ from .profiling import run_profiled
 
 # A guard, and the function that serves the operands of which the guard is true.
 GuardedEntry = tuple[Guard, Callable[..., Any]]
-Entry = TypeVar("Entry")
+_Entry = TypeVar("_Entry")
 
 
-class Described(NamedTuple):
-    """A described call: its key in ``DESCRIBED_CALLS``, a guard that takes any M, and a function that returns the
-    function which serves operands of which the guard is true, or None. is_exact: whether the guard tells such operands
-    apart together with a key of ``DISPATCH_CACHE``."""
+class DescribedEntry(NamedTuple):
+    """An entry of ``DESCRIBED_CALLS``, for a ``another_m.DescribedCall``.
+
+    key: without M. guard: takes any M. function_for: from operands of which the guard is true to the function that
+    serves them; returns None where they have to be described. is_exact: whether the guard, under a key of
+    ``DISPATCH_CACHE``, is true of operands of one M only.
+    """
 
     key: Any
     guard: Guard
@@ -38,7 +42,7 @@ class Described(NamedTuple):
 
 
 DISPATCH_CACHE: dict[Any, tuple[GuardedEntry, ...]] = {}
-DESCRIBED_CALLS: dict[Any, tuple[Described, ...]] = {}
+DESCRIBED_CALLS: dict[Any, tuple[DescribedEntry, ...]] = {}
 MAX_KEYS = 8192
 MAX_ENTRIES = 8  # of one key, tried one after the other
 MAX_STRIDES = 1024  # of one key with more entries than that
@@ -89,7 +93,7 @@ def is_reachable() -> bool:
 
 
 def insert(
-    key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], described: Described | None = None,
+    key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], described: DescribedEntry | None = None,
     guard: Guard | None = None,
 ) -> None:  # fmt: skip
     """Add an entry whose function serves operands like ``guarded`` in a state of PyTorch like this one, and a described
@@ -127,7 +131,7 @@ def clear() -> None:
 
 
 def _prepend(
-    table: dict[Any, tuple[Entry, ...]], key: Any, entries: tuple[Entry, ...], entry: Entry, limit: int
+    table: dict[Any, tuple[_Entry, ...]], key: Any, entries: tuple[_Entry, ...], entry: _Entry, limit: int
 ) -> None:
     """Add an entry in front of those that the table has for a key; the oldest key makes room for a new one."""
     while not entries and len(table) >= limit:

@@ -129,7 +129,7 @@ class DecisionIndex:
         if tuned is None:
             return rank_packings(self._points_at(plan_key, counts), counts, raw_kernels=raw_kernels)
         key = (plan_key, raw_kernels)
-        if key not in self._layouts:  # ranking them takes a millisecond, and compiled graphs ask at every new M
+        if key not in self._layouts:  # compiled graphs ask at every new M
             self._layouts[key] = rank_layouts_of_plan(tuned, self.failed(plan_key), raw_kernels=raw_kernels)
         return list(self._layouts[key])
 

@@ -76,7 +76,11 @@ class Plan(NamedTuple):
 
     def pick(self, m: int) -> PlanEntry:
         """Return the entry that serves M by the rules of this module. For the plain op, its candidate is None."""
-        return self._interval(m) or self._entry(m) or (self._safe(m) if self.packing is None else self._ranked(m)[0])
+        return (
+            self._interval(m)
+            or self._entry(m)
+            or (self._safe(m) if self.packing is None else self._by_upper_bound(m)[0])
+        )
 
     def ranked(self, m: int) -> Iterator[PlanEntry]:
         """Yield the entries that can serve M, the best first. ``pick`` gives the first. For the raw weight there is one
@@ -87,11 +91,11 @@ class Plan(NamedTuple):
         first = self._interval(m) or self._entry(m)
         if first is not None:
             yield first
-        for entry in dict.fromkeys([self._entry(m), *self._ranked(m)]):
+        for entry in dict.fromkeys([self._entry(m), *self._by_upper_bound(m)]):
             if entry is not None and entry != first:
                 yield entry
 
-    def _ranked(self, m: int) -> list[PlanEntry]:
+    def _by_upper_bound(self, m: int) -> list[PlanEntry]:
         """Return all entries, that with the least upper bound of its time at M first."""
         entries = [interval.entry for interval in self.intervals] + list(self.entries)
         return sorted(entries, key=lambda entry: (entry.at_most(m), max(entry.m, m) / max(min(entry.m, m), 1)))

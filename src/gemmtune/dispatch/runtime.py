@@ -11,7 +11,6 @@ import logging
 import os
 import threading
 import time
-from bisect import bisect_right
 from collections.abc import Callable, Collection
 from contextlib import AbstractContextManager
 from functools import partial
@@ -24,7 +23,6 @@ from .. import backends
 from ..backends.base import Kernel
 from ..backends.location import artifacts_in
 from ..core import devices
-from ..core.candidate import Candidate
 from ..core.devices import CPU, DeviceKey
 from ..core.errors import PackedWeightError, StoreBusy
 from ..core.printable import visible
@@ -38,7 +36,8 @@ from .guards import Guard
 from .hooks import late_bound
 from .index import DecisionIndex
 from .loader import KernelLoader, VerifyHook
-from .plan import Plan, PlanEntry
+from .plan import Plan
+from .plan_kernels import PlanKernels
 from .policies import Policy
 from .targets import target_of
 
@@ -51,46 +50,6 @@ MISS_FACTOR = 4  # under on-miss, a tuned M this many times larger or smaller st
 RETRY_S = 0.5  # after a store was found busy, in seconds
 
 Observer = Callable[[Problem, torch.device], None]
-
-
-class PlanKernels:
-    """The kernels of a Plan in this process, each loaded when a size first needs it. Not thread-safe: Runtime locks.
-
-    problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
-    faulty: ids of candidates that PyTorch serves in place of.
-    """
-
-    def __init__(
-        self, plan: Plan, problem: Problem, load: Callable[[Candidate, Problem], Kernel | None],
-        faulty: Collection[str],
-    ) -> None:  # fmt: skip
-        self._plan, self._problem, self._load, self._faulty = plan, problem, load, faulty
-        self._firsts = [interval.first for interval in plan.intervals]
-        self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
-
-    def of_size(self, size: int) -> Kernel | None:
-        """Return the kernel for an M, or a batch; None where PyTorch serves it. For a packed weight, which only kernels
-        of its layout can serve: the next best where one cannot be loaded."""
-        position = bisect_right(self._firsts, size) - 1
-        if position >= 0:  # what Plan.ranked yields first, in a third of the time
-            _, last, entry = self._plan.intervals[position]
-            kernel = self._kernels.get(id(entry)) if size <= last else None
-            if kernel is not None:
-                kernel.overlap = entry.overlap
-                return kernel
-        for entry in self._plan.ranked(size):
-            kernel = self._kernels.get(id(entry)) or self._loaded(entry)
-            if kernel is not None and kernel.candidate.id in self._faulty:
-                return None
-            if kernel is not None:
-                self._kernels[id(entry)], kernel.overlap = kernel, entry.overlap
-                return kernel
-        return None
-
-    def _loaded(self, entry: PlanEntry) -> Kernel | None:
-        if entry.candidate is None:
-            return None
-        return self._load(entry.candidate, self._problem.with_size(self._plan.dim, entry.m))
 
 
 class Choice(NamedTuple):
@@ -163,7 +122,7 @@ class Runtime:
 
     def cache_entry(
         self, key: Any, function: Callable[..., Any], guarded: tuple[Any, ...], generation: int,
-        described: cache.Described | None = None, guard: Guard | None = None,
+        described: cache.DescribedEntry | None = None, guard: Guard | None = None,
     ) -> None:  # fmt: skip
         """Add a function to the dispatch cache that serves operands like ``guarded`` (``cache.insert``).
 

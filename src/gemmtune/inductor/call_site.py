@@ -23,7 +23,8 @@ from ..core.errors import KernelError, PackedWeightError, UnsupportedError
 from ..core.problem import Problem
 from ..core.weights import PackedWeight, QuantWeight
 from ..dispatch.fallback import specialize_fallback
-from ..dispatch.runtime import RUNTIME, PlanKernels
+from ..dispatch.plan_kernels import PlanKernels
+from ..dispatch.runtime import RUNTIME
 from ..dispatch.specialize import LAUNCH_ERRORS, bind_launch, warn_refused, with_device_guard
 from ..ops import int4pack
 from ..ops.packing import pack

@@ -1,0 +1,51 @@
+"""The kernels of a Plan in this process."""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Collection
+
+from ..backends.base import Kernel
+from ..core.candidate import Candidate
+from ..core.problem import Problem
+from .plan import Plan, PlanEntry
+
+
+class PlanKernels:
+    """A Plan's kernels, each of which is loaded when a size first needs it. Not thread-safe: ``Runtime`` locks.
+
+    problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
+    faulty: ids of candidates that PyTorch serves in place of.
+    """
+
+    def __init__(
+        self, plan: Plan, problem: Problem, load: Callable[[Candidate, Problem], Kernel | None],
+        faulty: Collection[str],
+    ) -> None:  # fmt: skip
+        self._plan, self._problem, self._load, self._faulty = plan, problem, load, faulty
+        self._firsts = [interval.first for interval in plan.intervals]
+        self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
+
+    def of_size(self, size: int) -> Kernel | None:
+        """Return the kernel for an M, or a batch; None where PyTorch serves it. For a packed weight, which only kernels
+        of its layout can serve: the next best where one cannot be loaded."""
+        position = bisect_right(self._firsts, size) - 1
+        if position >= 0:  # Plan.ranked yields this entry first, and takes longer
+            _, last, entry = self._plan.intervals[position]
+            kernel = self._kernels.get(id(entry)) if size <= last else None
+            if kernel is not None:
+                kernel.overlap = entry.overlap
+                return kernel
+        for entry in self._plan.ranked(size):
+            kernel = self._kernels.get(id(entry)) or self._loaded(entry)
+            if kernel is not None and kernel.candidate.id in self._faulty:
+                return None
+            if kernel is not None:
+                self._kernels[id(entry)], kernel.overlap = kernel, entry.overlap
+                return kernel
+        return None
+
+    def _loaded(self, entry: PlanEntry) -> Kernel | None:
+        if entry.candidate is None:
+            return None
+        return self._load(entry.candidate, self._problem.with_size(self._plan.dim, entry.m))
