@@ -30,7 +30,7 @@ from harness import write_results
 
 import gemmtune
 from gemmtune import backends
-from gemmtune.backends.gpu.driver import Function, LaunchArgs
+from gemmtune.backends.gpu.driver import Function
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import current_target
@@ -77,10 +77,10 @@ def bare_launch(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     function: Function = kernel.function(0)
     addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
     arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
-    launch_args = LaunchArgs(function, kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
-    _, config, launch, _ = launch_args.prepared
+    memory, _, config, launch, _ = function.args.prepared
+    memory[:] = function.heads.of(kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
     config.stream = torch.cuda.current_stream().cuda_stream
-    return lambda owner=launch_args: launch()  # launch_args owns the memory that the driver reads
+    return launch  # no other launch of this function may come between
 
 
 def main() -> None:

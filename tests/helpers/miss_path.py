@@ -40,8 +40,8 @@ def entries_of_miss(call: Callable[[], object], *, tuned: bool, described: bool 
     """Return the entries of a call that misses the cache.
 
     tuned: whether a kernel serves it; otherwise PyTorch does. described: whether a call was described before that
-    differs in M only. The store was read and the kernel loaded before, since only the first miss of a process does
-    that.
+    differs in M only, and another was served by that description. The store was read and the kernel loaded before,
+    since only the first miss of a process does that.
     """
     store = MemoryStore()
     RUNTIME.refresh(store)
@@ -53,6 +53,8 @@ def entries_of_miss(call: Callable[[], object], *, tuned: bool, described: bool 
         store_decision(store, problem, evidence(toy(), 0.1), chosen=toy())
     call()
     if described:
+        cache.DISPATCH_CACHE.clear()
+        call()
         cache.DISPATCH_CACHE.clear()
     else:
         cache.clear()

@@ -143,6 +143,11 @@ class Kernel(ABC):
         """
         return None
 
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch] | None:
+        """Return a function from M to what ``bind`` returns for operands that differ from these in M only, or None
+        where there is none. All tensors that depend on M are dense, and M is not 1 unless no such tensor is in aux."""
+        return None
+
     def pack(self, b: Any) -> PackedWeight:
         """Return a raw B (Tensor or QuantWeight) packed into ``self.packing``. Only called when ``packing`` is not
         None."""

@@ -7,24 +7,28 @@ than the Plan's kernel for its M, and a function that launches the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from operator import methodcaller
 from typing import Any
 
 from torch import Tensor
 
+from ..backends.base import Kernel
 from ..core import devices
 from ..core.call import Call
+from ..core.errors import KernelError, UnsupportedError
 from ..core.problem import FAMILIES, Problem
 from ..core.torch_compat import forward_ad
 from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
 from . import cache
+from .fallback import run_fallback
 from .forms import Forms
 from .guards import make_guard_of_any_size
 from .plan_kernels import PlanKernels
 from .profiling import run_profiled
 from .runtime import RUNTIME
-from .specialize import FunctionalFn, TorchFunction, reading_raw, specialize
+from .specialize import FunctionalFn, TorchFunction, raw_reader, specialize, specialize_any_m
 
 
 class DescribedCall:
@@ -43,7 +47,9 @@ class DescribedCall:
         self._problem, self._is_packed, self._adapt_b = call.problem, call.packed is not None, call.adapt_b
         self._kernels, self._torch_function, self._needs_grad = kernels, torch_function, needs_grad
         self._has_out, self._raw, self._forms, self._columns = has_out, raw, forms, call.shape[-1]
-        self._kind = devices.get(args[0].device.type)
+        self._kind, self._read_raw = devices.get(args[0].device.type), raw_reader(raw, len(args)) if raw else None
+        # By kernel, None: PyTorch's function: from M and the result's shape to what serves; None where there is none.
+        self._makers: dict[Kernel | None, Callable[[int, tuple[int, ...]], FunctionalFn] | None] = {}
         self._aux = range(len(args) - has_out - len(call.aux), len(args) - has_out)
         axes = [step.axis for step in call.problem.epilogue if step.takes_tensor]
         # For each of the args: how many of its first dimensions depend on M.
@@ -90,13 +96,51 @@ class DescribedCall:
             return None
         if self._raw:
             args = (a, getattr(args[1], self._raw), *args[2:])
+        run = self._made(m, args, kernel) or self._specialized(m, args, kernel)
+        return run if self._read_raw is None else self._read_raw(run)
+
+    def _made(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionalFn | None:
+        """Return the function that serves args by a function that makes those of all M; None where there is none."""
+        if self._has_out:
+            return None
+        if kernel not in self._makers:
+            self._makers[kernel] = self._maker(m, args, kernel)
+        make = self._makers[kernel]
+        try:
+            return None if make is None else make(m, (*args[0].shape[:-1], self._columns))
+        except (KernelError, UnsupportedError):  # the kernel does not take this M
+            return None
+
+    def _maker(
+        self, m: int, args: Sequence[Any], kernel: Kernel | None
+    ) -> Callable[[int, tuple[int, ...]], FunctionalFn] | None:
+        function, plain = self._torch_function, self._run_plainly
+        if function is not None and not self._is_packed:
+            plain = function.functional
+        if kernel is None:
+            return None if plain == self._run_plainly else lambda m, shape: plain
+        try:
+            make = specialize_any_m(self._call(m, args, self._problem), args, kernel, plain)
+        except (KernelError, UnsupportedError):  # the kernel does not take this M
+            return None
+        backward = None if function is None else function.backward
+        if make is None or backward is None or not self._needs_grad:
+            return make
+        return lambda m, shape: partial(backward, make(m, shape))
+
+    def _run_plainly(self, *args: Any) -> Tensor:
+        """Compute by plain PyTorch, which is specialised in every call: for calls of which few go here."""
+        m = int(args[0].numel() // self._problem.k)
+        return run_fallback(self._call(m, args, self._problem.with_m(m)))
+
+    def _specialized(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionalFn:
+        """Return what ``specialize`` does."""
         is_composed = kernel is None and self._torch_function is None
         call = self._call(m, args, self._problem.with_m(m) if is_composed else self._problem)
         operands = args[:-1] if self._has_out else args
-        run = specialize(
+        return specialize(
             call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out
         )
-        return reading_raw(run, self._raw, len(args)) if self._raw else run
 
     def _takes(self, m: int, args: Sequence[Any]) -> bool:
         """Whether the sizes of args are those of calls with this M, and the tensors that depend on it are dense."""

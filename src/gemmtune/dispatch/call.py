@@ -26,7 +26,7 @@ from .specialize import (
     LAUNCH_ERRORS,
     FunctionalFn,
     TorchFunction,
-    reading_raw,
+    raw_reader,
     shares_storage,
     specialize,
     warn_refused,
@@ -82,7 +82,7 @@ def serve_miss(
         return run_uncached(op, call, out, differentiable=differentiable)
     run = specialize(call, args, kernel, torch_function, needs_grad=grad_is_wanted, has_out=out is not None)
     if miss.raw:
-        run = reading_raw(run, miss.raw, len(miss.args))
+        run = raw_reader(miss.raw, len(miss.args))(run)
     described = described_entry(
         key_without_m, call, args, miss.guarded, choice.plan, torch_function, needs_grad=grad_is_wanted, out=out,
         raw=miss.raw, forms=miss.forms,

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from operator import methodcaller
 from typing import Any, NamedTuple
 
 import torch
@@ -18,7 +19,7 @@ from ..backends.aten.steps import dtype_of
 from ..backends.base import Kernel, Launch
 from ..core import devices
 from ..core.call import Call
-from ..core.codegen import compile_function
+from ..core.codegen import compile_function, function_maker
 from ..core.errors import KernelError, UnsupportedError
 from ..core.memory import require_kernel_operands
 from ..core.problem import Problem
@@ -91,7 +92,8 @@ def _kernel_variants(
     launch, count = bind_launch(kernel, call, args), len(args)
     if launch is None:
         return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt) if has_out else None
-    functional = launch_functional(launch, kernel, call, count, fallback)
+    empty = _allocator(call, call.shape, _needs_device_guard(kernel, call.a.device))
+    functional = functional_maker(kernel, call, count, fallback)(launch, empty)
     return functional, launch_out(launch, kernel, call, count) if has_out else None
 
 
@@ -112,20 +114,30 @@ def warn_refused(kernel: Kernel, error: BaseException) -> None:
     RUNTIME.warn_once(f"{kernel.candidate.id} cannot be launched ({text}); PyTorch's own op serves such calls")
 
 
-def reading_raw(function: FunctionalFn, raw: str, count: int) -> FunctionalFn:
-    """Return a function of ``count`` args, the second of them a PackedWeight, that calls ``function`` with the
-    PackedWeight's attribute ``raw`` in its place."""
+def raw_reader(raw: str, count: int) -> Callable[[FunctionalFn], FunctionalFn]:
+    """Return a function from a FunctionalFn to one of ``count`` args, the second of them a PackedWeight, that calls it
+    with the PackedWeight's attribute ``raw`` in its place."""
     names = _names(count)
     passed = ", ".join([names[0], f"{names[1]}.{raw}", *names[2:]])
-    return compile_function("run", f"def run({', '.join(names)}):", f"    return function({passed})", function=function)
+    return function_maker("run", ("function",), f"def run({', '.join(names)}):", f"    return function({passed})")
 
 
-def adapt_args(call: Call, args: Sequence[Any]) -> ArgAdapter:
-    """Return a function from args to the a, b and aux that ``Kernel.run`` takes. aux has the shapes of the Call's."""
+def adapt_args(call: Call, args: Sequence[Any], *, any_m: bool = False) -> ArgAdapter:
+    """Return a function from args to the a, b and aux that ``Kernel.run`` takes. aux has the shapes of the Call's.
+
+    any_m: whether the function also takes args with another M (unlike 0).
+    """
     count = len(args) - len(call.aux)
     adapt_a, adapt_b, copies_a = call.adapt_a, call.adapt_b, call.copies_a
-    shapes = [tensor.shape for tensor in call.aux]
+    shapes = [tuple(tensor.shape) for tensor in call.aux]
     reshapes = bool(shapes) and shapes != [tensor.shape for tensor in args[count:]]
+    if any_m:
+        adapt_a = None if adapt_a is None else methodcaller("reshape", -1, call.problem.k)
+        steps = [step for step in call.problem.epilogue if step.takes_tensor]
+        shapes = [
+            (-1, *shape[1:]) if step.axis in ("row", "full") else shape
+            for step, shape in zip(steps, shapes, strict=True)
+        ]  # fmt: skip
 
     def adapt(*args: Any) -> tuple[Tensor, Any, Sequence[Tensor]]:
         a = args[0] if adapt_a is None else adapt_a(args[0])
@@ -171,22 +183,55 @@ def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | Non
     return launch if are_views else None
 
 
-def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fallback: FallbackFn) -> FunctionalFn:
-    """Return a function that allocates the output and calls ``launch`` on ``count`` args.
+def specialize_any_m(
+    call: Call, args: Sequence[Any], kernel: Kernel, plain: FunctionalFn
+) -> Callable[[int, tuple[int, ...]], FunctionalFn] | None:
+    """Return a function from M, and the shape of the result, to what serves args that differ from a Call's in M only;
+    None where that depends on more. It raises KernelError and UnsupportedError where the kernel does not take an M.
+
+    plain: computes args with any M where a launch is refused. Where tensors of aux depend on M, M is not 1.
+    """
+    fallback, guarded = partial(_after_refusal, kernel, plain), _needs_device_guard(kernel, call.a.device)
+    dtype, device = dtype_of(call.problem.out_dtype), call.a.device
+    allocator = devices.get(device.type).allocator
+    if bind_launch(kernel, call, args) is not None:
+        bind, make = kernel.bind_any_m(call.a, call.b, call.aux), functional_maker(kernel, call, len(args), fallback)
+        if bind is None:
+            return None
+        return lambda m, shape: make(bind(m), allocator(shape, _dense_strides(shape), dtype, device, guarded))
+    adapt = adapt_args(call, args, any_m=True)
+    run = with_device_guard(kernel.functional if kernel.has_functional else kernel.run, kernel, device)
+
+    def make_for(m: int, shape: tuple[int, ...]) -> FunctionalFn:
+        kernel_shape = (m, shape[-1])
+        viewed = None if shape == kernel_shape else shape
+        if kernel.has_functional:
+            return _compute_functional(run, adapt, viewed)
+        empty = allocator(kernel_shape, _dense_strides(kernel_shape), dtype, device, False)
+        return _allocate_and_run(run, empty, adapt, fallback, viewed)
+
+    return make_for
+
+
+def functional_maker(
+    kernel: Kernel, call: Call, count: int, fallback: FallbackFn
+) -> Callable[[Launch, Callable[[], Tensor]], FunctionalFn]:
+    """Return a function from a launch, and what allocates its output, to a function of ``count`` args that calls them.
 
     fallback: called with the error and the args when the launch is refused.
     """
     device, kind = call.a.device, devices.get(call.a.device.type)
-    (names, unpacking, passed), guarded = _launch_args(call, count), _needs_device_guard(kernel, device)
+    names, unpacking, passed = _launch_args(call, count)
     switch = [
         "    if current() != index:",
         "        with guard(device):",
         f"            return run({names})",
     ]
-    return compile_function(
+    return function_maker(
         "run",
+        ("launch", "empty"),
         f"def run({names}):",
-        *(switch if guarded else []),
+        *(switch if _needs_device_guard(kernel, device) else []),
         *unpacking,
         "    out = empty()",
         "    try:",
@@ -195,8 +240,8 @@ def launch_functional(launch: Launch, kernel: Kernel, call: Call, count: int, fa
         "        del out",
         f"        return fallback(error, {names})",
         "    return out",
-        launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, empty=_allocator(call, call.shape, guarded),
-        current=kind.current_index, index=device.index, guard=kind.guard, device=device,
+        errors=LAUNCH_ERRORS, fallback=fallback, current=kind.current_index, index=device.index, guard=kind.guard,
+        device=device,
     )  # fmt: skip
 
 
@@ -229,19 +274,32 @@ def _names(count: int) -> list[str]:
 def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: FallbackFn) -> FunctionalFn:
     """Return the functional variant that calls ``Kernel.run`` (``Kernel.functional`` where the kernel has its own).
 
-    fallback: as for ``launch_functional``.
+    fallback: as for ``functional_maker``.
     """
-    kernel_shape, shape, device = _kernel_shape(call), call.shape, call.a.device
-    same = shape == kernel_shape
+    kernel_shape, device = _kernel_shape(call), call.a.device
+    shape = None if call.shape == kernel_shape else call.shape
     if kernel.has_functional:
-        functional: KernelFunctional = with_device_guard(kernel.functional, kernel, device)
-
-        def compute(*args: Any) -> Tensor:
-            out = functional(*adapt(*args))
-            return out if same else out.view(shape)
-
-        return compute
+        return _compute_functional(with_device_guard(kernel.functional, kernel, device), adapt, shape)
     run, empty = with_device_guard(kernel.run, kernel, device), _allocator(call, kernel_shape)
+    return _allocate_and_run(run, empty, adapt, fallback, shape)
+
+
+def _compute_functional(functional: KernelFunctional, adapt: ArgAdapter, shape: tuple[int, ...] | None) -> FunctionalFn:
+    """Return a function of args that calls ``functional`` and views its result in ``shape`` (None: as it is)."""
+
+    def compute(*args: Any) -> Tensor:
+        out = functional(*adapt(*args))
+        return out if shape is None else out.view(shape)
+
+    return compute
+
+
+def _allocate_and_run(
+    run: Callable[..., None], empty: Callable[[], Tensor], adapt: ArgAdapter, fallback: FallbackFn,
+    shape: tuple[int, ...] | None,
+) -> FunctionalFn:  # fmt: skip
+    """Return a function of args that allocates the output, calls ``run`` and returns the output, viewed in ``shape``
+    (None: as it is). fallback: as for ``functional_maker``."""
 
     def allocate_and_run(*args: Any) -> Tensor:
         out = empty()
@@ -250,7 +308,7 @@ def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: Fall
         except LAUNCH_ERRORS as error:
             del out
             return fallback(error, *args)
-        return out if same else out.view(shape)
+        return out if shape is None else out.view(shape)
 
     return allocate_and_run
 
@@ -271,7 +329,7 @@ def bound_out(
     """Return a function of ``count`` args and out that writes and returns out.
 
     write: the out variant; where it is None, or out shares memory with an arg, out is a copy of ``functional``'s
-    result. fallback: as for ``launch_functional``. counted: whether ``write`` bumps out's version counter itself.
+    result. fallback: as for ``functional_maker``. counted: whether ``write`` bumps out's version counter itself.
     """
     if write is None:
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -74,8 +75,11 @@ class RankedKernel(AnyBatch, Kernel):
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
         m, device = a.shape[-2], a.device.index
         if self.problem.family != "bmm":
-            return self._cached_launch(m, device, (0, 0), launch_aligned)
+            return self.bind_any_m(a, b, aux)(m)
         return self.of_batch(a.shape[0])._bind_batches(m, device, (a.stride(0), b.stride(0)))
+
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch]:
+        return partial(self._cached_launch, device=a.device.index, strides=(0, 0), misaligned=launch_aligned)
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
         """Return the launch for these batch strides of A and B.

@@ -1,6 +1,6 @@
 """The CUDA driver through ctypes: it loads and launches cubins, with no compiler and no Triton at run time.
 
-A launch writes the values that changed since the last launch (addresses) into its thread's LaunchArgs and calls
+All launches of a function in a thread share its LaunchArgs: a launch writes its grid and its arguments there and calls
 ``cuLaunchKernelEx``.
 """
 
@@ -9,8 +9,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -67,8 +68,9 @@ def _check(status: int, action: str) -> None:
 
 
 class Function:
-    """A kernel of a cubin, loaded for one device; a LaunchArgs launches it. Modules are never unloaded.
+    """A kernel of a cubin, loaded for one device. Modules are never unloaded.
 
+    args: the arguments with which each thread launches it. heads: makes what of a launch does not depend on addresses.
     pdl: whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch).
     early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL.
     """
@@ -81,6 +83,7 @@ class Function:
             self.handle = self._load(cubin)
             self.pdl = self._supports_pdl()
             self.early_trigger_blocks = self._configure(device)
+        self.args, self.heads = LaunchArgs(self), LaunchHeads(self)
 
     def _load(self, cubin: bytes) -> int:
         """Load the cubin and return the kernel's handle."""
@@ -171,6 +174,9 @@ class _Config(ctypes.Structure):
     ]
 
 
+_CONFIG_FORMAT = "7I4xQQI4x"  # of _Config, for struct
+
+
 def alloc_zeroed(size: int) -> int:
     """Allocate ``size`` zero bytes on the current device and return their address; they are never freed.
 
@@ -189,6 +195,26 @@ def alloc_zeroed(size: int) -> int:
     finally:
         library.cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
     return int(address.value or 0)
+
+
+class LaunchHeads:
+    """Makes what of a function's launches does not depend on addresses."""
+
+    def __init__(self, function: Function) -> None:
+        names = function.header.arguments
+        self._pack = struct.Struct(f"{_CONFIG_FORMAT}{len(names)}Q").pack
+        self._block = (1, function.threads, 1, 1, function.shared, 0, ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE), 0)
+        self._pdl_slot = names.index(PDL_ARGUMENT) if function.pdl else None
+        self._early_trigger_blocks = function.early_trigger_blocks
+
+    def of(self, grid: tuple[int, int], values: list[int]) -> bytes:
+        """Return the contents of ``LaunchArgs.prepared``'s memory for a grid of thread blocks and the values of all
+        arguments. Those of addresses and descriptors are 0, as is the stream; that of PDL is set here."""
+        if self._pdl_slot is not None:
+            # With many blocks it takes longer to let the next kernel begin once the last of them has
+            # (docs/notes/cuda.md).
+            values[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > self._early_trigger_blocks else 0
+        return self._pack(*grid, *self._block, *values)
 
 
 class CaptureState(NamedTuple):
@@ -266,32 +292,29 @@ def _follows_inductor(position: CaptureState) -> bool:
 
 
 class LaunchArgs(threading.local):
-    """A prepared launch; every thread has its own. values: the values of all arguments except descriptors (0
-    instead); pointers as integers.
+    """The grid and the arguments with which a thread launches a function; every thread has its own.
 
-    prepared: a tuple of slots (the arguments, 8 bytes each), config (whose ``stream`` the caller sets), launch (a
-    function that launches the kernel with the arguments in the slots and returns CUDA's status; pass a status other
-    than 0 to ``Function.failed``), and parameters (the array of the arguments' addresses, into which the caller writes
-    the addresses of descriptors).
+    prepared: a tuple of memory (to whose whole a launch assigns the bytes of ``LaunchHeads.of``), slots (the arguments,
+    8 bytes each, for addresses), config (whose ``stream`` the launch sets), launch (a function that launches the kernel
+    and returns CUDA's status; pass a status other than 0 to ``Function.retry_or_raise``), and parameters (the array of
+    the arguments' addresses, into which the launch writes the addresses of descriptors).
     """
 
-    def __init__(self, function: Function, grid: tuple[int, int], values: Sequence[int]) -> None:
+    def __init__(self, function: Function) -> None:
         names, scratch = function.header.arguments, function.header.scratch
-        slots = (ctypes.c_uint64 * len(names))(*values)
+        memory = (ctypes.c_uint8 * (ctypes.sizeof(_Config) + 8 * len(names)))()
+        config = _Config.from_buffer(memory)
+        slots = (ctypes.c_uint64 * len(names)).from_buffer(memory, ctypes.sizeof(_Config))
         # Scratch pointers that Triton adds and its kernels do not use.
         self._unused = (ctypes.c_uint64 * max(1, scratch))()
         start = ctypes.addressof(slots)
         addresses = (*range(start, start + 8 * len(names), 8), *([ctypes.addressof(self._unused)] * scratch))
         parameters = (ctypes.c_void_p * len(addresses))(*addresses)
-        config = _Config(*grid, 1, function.threads, 1, 1, function.shared)
-        config.attributes = ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE)  # not used while config.count is 0
         launch = function.bind_launch(config, ctypes.addressof(parameters))
-        self.prepared: tuple[Any, _Config, Callable[[], int], Any] = (slots, config, launch, parameters)
-        if function.pdl:
-            # With many blocks it takes longer to let the next kernel begin once the last of them has
-            # (docs/notes/cuda.md).
-            self._pdl_slot = names.index(PDL_ARGUMENT)
-            slots[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > function.early_trigger_blocks else 0
+        self.prepared: tuple[memoryview, Any, _Config, Callable[[], int], Any] = (
+            memoryview(memory).cast("B"), slots, config, launch, parameters
+        )  # fmt: skip
+        self._pdl_slot = names.index(PDL_ARGUMENT) if function.pdl else 0
 
     def launch_captured(self, stream: int, b: Tensor, out: Tensor) -> int:
         """Launch a function with ``pdl`` into the graph that is being captured from the stream, and return CUDA's
@@ -303,7 +326,7 @@ class LaunchArgs(threading.local):
         same holds after Inductor's kernels where they signal (``CAPTURE_FACTS``). After other kernels, which do not
         signal when the next kernel may begin, PDL would only take longer (docs/notes/cuda.md).
         """
-        slots, config, launch, _ = self.prepared
+        _, slots, config, launch, _ = self.prepared
         if os.environ.get(OVERLAP) == "0":
             return launch()
         slot, last, position = self._pdl_slot, _last_kernels.pop(stream, None), CaptureState.of(stream)
@@ -321,26 +344,32 @@ class LaunchArgs(threading.local):
         return status
 
 
+# Types and arguments of all descriptors, since ctypes takes long to make them.
+_MapMemory, _Sizes, _Boxes = ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES), ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+_RANK, _UNIT_STRIDES, _NONE, _PROMOTION = ctypes.c_uint32(2), _Boxes(1, 1), ctypes.c_int(0), ctypes.c_int(_L2_128B)
+
+
 class TensorMap:
     """A TMA descriptor (CUtensorMap) of a row-major matrix [rows, columns]; lead: elements from one row to the next.
     Raises KernelError when CUDA rejects it."""
 
     def __init__(self, tma: Tma, pointer: int, rows: int, columns: int, lead: int) -> None:
-        self._memory = (ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES))()
+        self._memory = _MapMemory()
         start = ctypes.addressof(self._memory)
         self.address = start + -start % _TENSOR_MAP_BYTES
         status = driver().cuTensorMapEncodeTiled(
             ctypes.c_void_p(self.address),
             ctypes.c_int(tma.dtype),
-            ctypes.c_uint32(2),
+            _RANK,
             ctypes.c_void_p(pointer),
-            (ctypes.c_uint64 * 2)(columns, rows),
-            (ctypes.c_uint64 * 2)(lead * tma.element, lead * tma.element * rows),
-            (ctypes.c_uint32 * 2)(tma.block[1], tma.block[0]),
-            (ctypes.c_uint32 * 2)(1, 1),
-            ctypes.c_int(0),
+            _Sizes(columns, rows),
+            _Sizes(lead * tma.element, lead * tma.element * rows),
+            _Boxes(tma.block[1], tma.block[0]),
+            _UNIT_STRIDES,
+            _NONE,
             ctypes.c_int(tma.swizzle),
-            ctypes.c_int(_L2_128B),
-            ctypes.c_int(0),
+            _PROMOTION,
+            _NONE,
         )
-        _check(status, f"describing a [{rows}, {columns}] matrix to TMA")
+        if status:
+            _check(status, f"describing a [{rows}, {columns}] matrix to TMA")

@@ -67,7 +67,12 @@ class HipFunction(Function):
         _check(status, f"launching {self.header.name}")
 
     def bind_launch(self, config: Any, parameters: int) -> Callable[[], int]:
-        block = (config.threads_x, config.threads_y, config.threads_z)
-        dimensions = (ctypes.c_void_p(self.handle), config.x, config.y, config.z, *block, config.shared)
-        launch, start = library().hipModuleLaunchKernel, ctypes.c_void_p(parameters)
-        return lambda: int(launch(*dimensions, ctypes.c_void_p(config.stream), start, None))
+        handle, start = ctypes.c_void_p(self.handle), ctypes.c_void_p(parameters)
+        launch_kernel = library().hipModuleLaunchKernel
+
+        def launch() -> int:
+            grid, block = (config.x, config.y, config.z), (config.threads_x, config.threads_y, config.threads_z)
+            stream = ctypes.c_void_p(config.stream)
+            return int(launch_kernel(handle, *grid, *block, config.shared, stream, start, None))
+
+        return launch

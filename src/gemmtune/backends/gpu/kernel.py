@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import threading
 from abc import abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
 import msgspec
@@ -28,7 +30,7 @@ from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .any_batch import AnyBatch
 from .artifact import Header, Tma
-from .driver import CaptureState, Function, LaunchArgs, TensorMap, alloc_zeroed
+from .driver import CaptureState, Function, TensorMap, alloc_zeroed
 from .hip import HipFunction
 from .int4 import INT4_BLOCKS, int4_layout, shuffle_int4
 from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
@@ -111,14 +113,18 @@ class LaunchPlan(NamedTuple):
     """The parts of a launch that do not depend on addresses.
 
     grid: thread blocks. values: the value of every argument, with 0 for addresses. lines: source lines of the launch
-    function that pass A and B (they may use a_ptr, b_ptr, slots, parameters and stream). namespace: the other objects
-    that the lines use, by name.
+    function (they may use a_ptr, b_ptr and stream). addresses, descriptors: the arguments for A and B, and the source
+    of the addresses that are passed: the operands' own, or those of their descriptors. variables, constants: the other
+    objects that the lines use, by name: those that depend on M, and those that follow from the function.
     """
 
     grid: tuple[int, int]
     values: list[int]
-    lines: list[str]
-    namespace: dict[str, Any]
+    lines: Sequence[str] = ()
+    addresses: Mapping[str, str] = MappingProxyType({})
+    descriptors: Mapping[str, str] = MappingProxyType({})
+    variables: Mapping[str, Any] = MappingProxyType({})
+    constants: Mapping[str, Any] = MappingProxyType({})
 
 
 class GpuKernel(AnyBatch, Kernel):
@@ -141,6 +147,8 @@ class GpuKernel(AnyBatch, Kernel):
         self._bound: dict[tuple[int, ...], Launch] = {}
         self._makers: dict[Any, Callable[..., Launch]] = {}
         self._tiles_n = -(-problem.n // self._bn)
+        is_fixed = problem.a.layout.order == problem.out.order == "row"
+        self._fixed_leads = leading_dimensions(problem, problem.m) if is_fixed else None
         self._shares_tiles = "lock_ptr" in self.header.arguments
         if self._shares_tiles:
             device = torch.cuda.current_device()
@@ -153,6 +161,10 @@ class GpuKernel(AnyBatch, Kernel):
         if problem.b.dtype != "int4":
             return None
         return int4_layout(int(dict(candidate.config).get("bk", INT4_BLOCKS[0])))
+
+    def _leads(self, m: int) -> tuple[int, int, int]:
+        """Return ``leading_dimensions`` for m rows."""
+        return self._fixed_leads or leading_dimensions(self.problem, m)
 
     def _tile(self, config: dict[str, Any]) -> tuple[int, int, int]:
         """Return the rows and columns of a tile of the output, and the elements of K in a block."""
@@ -173,28 +185,37 @@ class GpuKernel(AnyBatch, Kernel):
         self.bind(a, b, aux)(out, a, *_operand_tensors(b), *aux)
 
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
-        problem, (raw, *extra) = self.problem, _operand_tensors(b)
-        m, device = a.shape[-2], a.device.index
+        m = a.shape[-2]
+        if self.problem.family != "bmm":
+            return self.bind_any_m(a, b, aux)(m)
+        kernel, strides = self.of_batch(a.shape[0]), (a.stride(0), b.stride(0))
+        return kernel._bind_batches(m, a.device.index, strides, self._names_behind(b))
+
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch]:
+        problem, steps = self.problem, _tensor_steps(self.problem)
         sizes = {
             f"ld{index}": tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
-            for (index, step), tensor in zip(_tensor_steps(problem), aux, strict=True) if step.axis == "full"
+            for (index, step), tensor in zip(steps, aux, strict=True) if step.axis == "full"
         }  # fmt: skip
-        names = ["s_ptr", "z_ptr"][: len(extra)] + [f"t{index}" for index, _ in _tensor_steps(problem)]
-        if problem.family == "bmm":
-            return self.of_batch(a.shape[0])._bind_batches(m, device, (a.stride(0), raw.stride(0)), names)
-        return self._cached_launch(m, device, sizes, names, launch_aligned)
+        names = self._names_behind(b)
+        return partial(self._cached_launch, device=a.device.index, sizes=sizes, names=names, misaligned=launch_aligned)
 
-    def _bind_batches(self, m: int, device: int, strides: tuple[int, int], names: list[str]) -> Launch:
+    def _names_behind(self, b: Any) -> tuple[str, ...]:
+        """Return the names of the arguments whose tensors follow A and the matrix B in a launch."""
+        quantization = ("s_ptr", "z_ptr")[: len(_operand_tensors(b)) - 1]
+        return (*quantization, *(f"t{index}" for index, _ in _tensor_steps(self.problem)))
+
+    def _bind_batches(self, m: int, device: int, strides: tuple[int, int], names: Sequence[str]) -> Launch:
         """Return the launch for these batch strides of A and B (a batched epilogue takes no matrices)."""
         layouts = batch_layouts(self.problem, m, strides, self.aligns_batches)
         copy_launch = batched_launch(lambda *copy_strides: self._bind_batches(m, device, copy_strides, names), *layouts)
         if not all(layout.fits for layout in layouts):
             return copy_launch
-        sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * leading_dimensions(self.problem, m)[2]}
+        sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * self._leads(m)[2]}
         return self._cached_launch(m, device, sizes, names, lambda _, *operands: copy_launch(*operands))
 
     def _cached_launch(
-        self, m: int, device: int, sizes: dict[str, int], names: list[str], misaligned: Callable[..., None]
+        self, m: int, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
     ) -> Launch:
         """Return the launch for these sizes, from the kernel's cache where it has one.
 
@@ -216,27 +237,25 @@ class GpuKernel(AnyBatch, Kernel):
         """
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
 
-    def _split_k_workspace(self, m: int, device: int) -> Callable[[Any, int, bool], Tensor] | None:
-        """Return a function that sets the split-K workspace and semaphore pointers of a launch, or None where programs
-        do not share tiles.
+    def _split_k_workspace(self, m: int, device: int) -> Callable[[int, bool], tuple[Tensor, int, int]] | None:
+        """Return a function that allocates the split-K workspace of a launch, or None where programs do not share
+        tiles.
 
-        The function takes the launch's slots, the stream and whether the stream is being captured. It returns the
-        workspace, which must stay alive until the launch.
+        The function takes the stream and whether the stream is being captured. It returns the workspace, which must
+        stay alive until the launch, its address and that of the semaphores.
         """
         if not self._shares_tiles:
             return None
-        ws_slot, lock_slot = (self.header.arguments.index(name) for name in ("ws_ptr", "lock_ptr"))
         (size, count), semaphores = self._partial_sum_sizes(m, device), semaphores_of(device)
 
-        def bind_workspace(slots: Any, stream: int, captured: bool) -> Tensor:
+        def bind_workspace(stream: int, captured: bool) -> tuple[Tensor, int, int]:
             sums, capture_id = alloc_workspace(size), CaptureState.of(stream).id if captured else 0
-            slots[ws_slot], slots[lock_slot] = sums.data_ptr(), semaphores.of(stream, capture_id, count)
-            return sums
+            return sums, sums.data_ptr(), semaphores.of(stream, capture_id, count)
 
         return bind_workspace
 
     def _make_launch(
-        self, m: int, device: int, sizes: dict[str, int], names: list[str], misaligned: Callable[..., None]
+        self, m: int, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
     ) -> Launch:
         """Make the function that ``bind`` returns.
 
@@ -248,46 +267,52 @@ class GpuKernel(AnyBatch, Kernel):
             raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
         function, plan = self._cubin(m, device)(device), self._launch_plan(m, device, sizes)
         bind_workspace = self._split_k_workspace(m, device)
-        source = (device, function.pdl and self.overlap, bind_workspace is not None, tuple(names), tuple(plan.lines))
-        if source not in self._makers:  # it is the same for all M
-            self._makers[source] = self._launch_maker(*source)
-        return self._makers[source](
-            block=LaunchArgs(function, plan.grid, plan.values), function=function, bind_workspace=bind_workspace,
-            misaligned=misaligned, require=require_kernel_operands, stream_of=torch_compat.stream_of,
-            capturing=torch_compat.is_capturing, **plan.namespace,
-        )  # fmt: skip
+        source = (function, function.pdl and self.overlap, bind_workspace is not None, tuple(names))
+        make = self._makers.get(source)
+        if make is None:  # it is the same for all M
+            make = self._makers[source] = self._launch_maker(*source, device, plan)
+        return make(function.heads.of(plan.grid, plan.values), bind_workspace, misaligned, *plan.variables.values())
 
     def _launch_maker(
-        self, device: int, pdl: bool, has_workspace: bool, names: Sequence[str], lines: Sequence[str]
+        self, function: Function, pdl: bool, has_workspace: bool, names: Sequence[str], device: int, plan: LaunchPlan
     ) -> Callable[..., Launch]:
-        """Return a function that makes launches. lines: those of ``LaunchPlan``. names: as for ``_make_launch``."""
+        """Return a function that makes launches, of what depends on M: see ``_make_launch``. names: as there."""
         slot_of, extra_parameters = self.header.arguments.index, "".join(f", {name}" for name in names)
-        launch_expression = "block.launch_captured(stream, b, out) if captured else go()" if pdl else "go()"
+        launch_expression = "args.launch_captured(stream, b, out) if captured else go()" if pdl else "go()"
         reads_capture = pdl or has_workspace
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
         values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
         # The tensors of a norm are loaded 16 bytes at a time, as A is; those of other steps one element at a time.
         vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(f"t{index}_at" for index in range(len(self.problem.norm_steps)))]
+        written = {"c_ptr": "c_ptr", **plan.addresses, **{name: f"{name}_at" for name in names}}
+        if has_workspace:
+            written |= {"ws_ptr": "sums_ptr", "lock_ptr": "locks_ptr"}
         return function_maker(
             "launch",
+            ("head", "bind_workspace", "misaligned", *plan.variables),
             f"def launch(out, a, b{extra_parameters}):",
-            "    slots, config, go, parameters = block.prepared",
+            "    memory, slots, config, go, parameters = args.prepared",
             f"    {', '.join(addresses)} = {', '.join(values)}",
             f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
             f"        require(a, b{extra_parameters})",
             f"    if ({' | '.join(vector_loads)}) & {MISALIGNED_MASK}:",
             f"        return misaligned(launch, out, a, b{extra_parameters})",
-            f"    config.stream = stream = stream_of({device})",
+            f"    stream = stream_of({device})",
             *(["    captured = capturing()"] if reads_capture else []),
-            *(f"    {line}" for line in lines),
-            *(["    sums = bind_workspace(slots, stream, captured)"] if has_workspace else []),
-            f"    slots[{slot_of('c_ptr')}] = c_ptr",
-            *(f"    slots[{slot_of(name)}] = {name}_at" for name in names),
+            *(f"    {line}" for line in plan.lines),
+            *(["    sums, sums_ptr, locks_ptr = bind_workspace(stream, captured)"] if has_workspace else []),
+            # From here on nothing is allocated: a finalizer could launch the same kernel.
+            "    memory[:] = head",
+            "    config.stream = stream",
+            *(f"    slots[{slot_of(name)}] = {variable}" for name, variable in written.items()),
+            *(f"    parameters[{slot_of(name)}] = {variable}" for name, variable in plan.descriptors.items()),
             f"    status = {launch_expression}",
             "    if status:",
             "        function.retry_or_raise(status, go)",
-        )
+            args=function.args, function=function, require=require_kernel_operands, stream_of=torch_compat.stream_of,
+            capturing=torch_compat.is_capturing, **plan.constants,
+        )  # fmt: skip
 
     def _too_large(self, m: int) -> str:
         """Return why the kernel cannot be launched for M rows, in words; empty when it can."""
@@ -328,7 +353,7 @@ class GridKernel(GpuKernel):
     def arguments(self, m: int, sizes: dict[str, int]) -> list[int]:
         """Return the value of every argument for M rows, with 0 for addresses."""
         problem = self.problem
-        lda, ldb, ldc = leading_dimensions(problem, m)
+        lda, ldb, ldc = self._leads(m)
         values = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
         return [values.get(name, 0) for name in self.header.arguments]
 
@@ -342,9 +367,12 @@ class GridKernel(GpuKernel):
         return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
     def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
-        slot_of = self.header.arguments.index
-        assignment = f"slots[{slot_of('a_ptr')}], slots[{slot_of('b_ptr')}] = a_ptr, b_ptr"
-        return LaunchPlan(self.grid(m), self.arguments(m, sizes), [assignment], {})
+        return LaunchPlan(self.grid(m), self.arguments(m, sizes), addresses=_ADDRESSES)
+
+
+_ADDRESSES = {"a_ptr": "a_ptr", "b_ptr": "b_ptr"}
+_DESCRIPTORS = {"a_desc": "a_map.address", "b_desc": "b_map.address"}
+_READ_MAPS = "a_map, b_map = rows[a_ptr], weights[b_ptr]"  # in variables: they must stay alive until the launch
 
 
 class _TensorMaps(dict[int, TensorMap]):
@@ -383,7 +411,7 @@ class TmaKernel(GpuKernel):
     @property
     def _ldb(self) -> int:
         """Return the leading dimension of B as the kernel reads it."""
-        return leading_dimensions(self.problem, self.problem.m)[1]
+        return self._leads(self.problem.m)[1]
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor] | None:
         """Return a function that converts B at an address, on a stream, into the B that the kernel reads; None where
@@ -409,20 +437,19 @@ class TmaKernel(GpuKernel):
 
     def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
         problem, ldb, programs = self.problem, self._ldb, self._program_count(m, device)
-        lda, _, ldc = leading_dimensions(problem, m)
+        lda, _, ldc = self._leads(m)
         by_name = {
             "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
             "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
             "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
         }  # fmt: skip
-        arguments, convert = self.header.arguments, self._converter(device)
-        lines = [
-            *(["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()"] if convert is not None else []),
-            "a_map, b_map = rows[a_ptr], weights[b_ptr]",  # in local variables: they must stay alive until the launch
-            f"parameters[{arguments.index('a_desc')}] = a_map.address",
-            f"parameters[{arguments.index('b_desc')}] = b_map.address",
-        ]
-        values = [by_name.get(name, 0) for name in arguments]
+        values, convert = [by_name.get(name, 0) for name in self.header.arguments], self._converter(device)
+        lines = [_READ_MAPS]
+        if convert is not None:
+            lines = ["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()", _READ_MAPS]
         tma = self._cubin(m, device).header.descriptors
-        maps = {"rows": self._row_maps(tma["a_desc"], m, lda), "weights": self._weight_maps(tma["b_desc"])}
-        return LaunchPlan((programs, 1), values, lines, {"convert": convert, **maps})
+        return LaunchPlan(
+            (programs, 1), values, lines, descriptors=_DESCRIPTORS,
+            variables={"rows": self._row_maps(tma["a_desc"], m, lda)},
+            constants={"weights": self._weight_maps(tma["b_desc"]), "convert": convert},
+        )  # fmt: skip

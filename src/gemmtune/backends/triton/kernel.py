@@ -10,7 +10,6 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.problem import Problem, bits
 from ..gpu.artifact import Header
-from ..gpu.driver import LaunchArgs
 from ..gpu.kernel import GpuKernel, GridKernel, LoadedCubin, TmaKernel, alloc_workspace
 from ..gpu.rules import OFFSET_LIMIT, leading_dimensions
 from .compiler import CONVERTED_ITEMS
@@ -59,11 +58,12 @@ class Converted(Persistent):
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
-        block = LaunchArgs(function, (-(-self._count // CONVERTED_ITEMS), 1), (0, 0, self._count))
+        head = function.heads.of((-(-self._count // CONVERTED_ITEMS), 1), [0, 0, self._count])
 
         def convert(address: int, stream: int) -> Tensor:
-            slots, config, go, _ = block.prepared
             workspace = alloc_workspace(size)
+            memory, slots, config, go, _ = function.args.prepared
+            memory[:] = head
             slots[0], slots[1], config.stream = address, workspace.data_ptr(), stream
             status = go()
             if status:
