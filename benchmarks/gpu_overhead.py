@@ -75,10 +75,8 @@ def bare_launch(problem: Any, out: torch.Tensor, a: torch.Tensor, b: torch.Tenso
     )
     kernel: Any = backend.load(backend.build(problem, candidate, target), problem)
     function: Function = kernel.function(0)
-    addresses = dict(zip(("a_ptr", "b_ptr", "c_ptr"), (t.data_ptr() for t in (a, b, out)), strict=True))
-    arguments = zip(function.header.arguments, kernel.arguments(M, {}), strict=True)
-    memory, _, config, launch, _ = function.args.prepared
-    memory[:] = function.heads.of(kernel.grid(M), [addresses.get(name, value) for name, value in arguments])
+    kernel.run(a, b, (), out)  # which writes the arguments
+    _, _, config, launch, _ = function.args.prepared
     config.stream = torch.cuda.current_stream().cuda_stream
     return launch  # no other launch of this function may come between
 

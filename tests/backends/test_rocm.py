@@ -132,6 +132,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> FakeHip:
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(torch.cuda, "current_device", lambda: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: SimpleNamespace(query=lambda: True))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=304))
     monkeypatch.setattr(torch_compat, "stream_of", lambda _: STREAM)
     return library
 

@@ -33,13 +33,16 @@ def compile_function(name: str, *lines: str, **names: Any) -> Callable[..., Any]
     return function
 
 
-def function_maker(name: str, variables: Sequence[str], *lines: str, **names: Any) -> Callable[..., Callable[..., Any]]:
+def function_maker(
+    name: str, variables: Sequence[str], *lines: str, setup: Sequence[str] = (), **names: Any
+) -> Callable[..., Callable[..., Any]]:
     """Return a function that takes the values of ``variables``, in order, and returns the function ``name`` with them.
 
     For a source that is used with several values of its variables: making another function takes a twentieth of the
-    time, and of the memory, that ``compile_function`` takes. lines, names: as for ``compile_function``.
+    time, and of the memory, that ``compile_function`` takes. setup: lines that run when a function is made; ``lines``
+    may use the variables that they assign. lines, names: as for ``compile_function``.
     """
-    body = (f"    {line}" for line in lines)
+    body = (f"    {line}" for line in (*setup, *lines))
     code = _code(name, "\n".join((f"def make({', '.join(variables)}):", *body, f"    return {name}")))
     exec(code, names)
     make: Callable[..., Callable[..., Any]] = names["make"]

@@ -87,13 +87,15 @@ class DescribedCall:
         described."""
         a = args[0]
         m = int(a.numel() // self._problem.k)
-        if not self._takes(m, args) or self._kind.is_capturing(a.device):
+        if not self._takes(m, args) or (self._forms is not None and self._forms.is_raw(m) != bool(self._raw)):
             return None
-        if self._forms is not None and self._forms.is_raw(m) != bool(self._raw):
-            return None
-        kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
-        if kernel is None and self._is_packed:
-            return None
+        kernel = None if self._kernels is None else self._kernels.loaded(m)
+        if kernel is None:
+            if self._kind.is_capturing(a.device):
+                return None
+            kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
+            if kernel is None and self._is_packed:
+                return None
         if self._raw:
             args = (a, getattr(args[1], self._raw), *args[2:])
         run = self._made(m, args, kernel) or self._specialized(m, args, kernel)

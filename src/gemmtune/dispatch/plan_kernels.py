@@ -12,7 +12,8 @@ from .plan import Plan, PlanEntry
 
 
 class PlanKernels:
-    """A Plan's kernels, each of which is loaded when a size first needs it. Not thread-safe: ``Runtime`` locks.
+    """A Plan's kernels, each of which is loaded when a size first needs it. Not thread-safe but for ``loaded``:
+    ``Runtime`` locks.
 
     problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
     faulty: ids of candidates that PyTorch serves in place of.
@@ -26,16 +27,24 @@ class PlanKernels:
         self._firsts = [interval.first for interval in plan.intervals]
         self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
 
+    def loaded(self, size: int) -> Kernel | None:
+        """Return the kernel for an M, or a batch, if it is the best that the Plan has and served before; else None.
+        Safe in any thread, without the lock."""
+        position = bisect_right(self._firsts, size) - 1
+        if position < 0:
+            return None
+        _, last, entry = self._plan.intervals[position]
+        kernel = self._kernels.get(id(entry)) if size <= last else None
+        if kernel is not None:
+            kernel.overlap = entry.overlap
+        return kernel
+
     def of_size(self, size: int) -> Kernel | None:
         """Return the kernel for an M, or a batch; None where PyTorch serves it. For a packed weight, which only kernels
         of its layout can serve: the next best where one cannot be loaded."""
-        position = bisect_right(self._firsts, size) - 1
-        if position >= 0:  # Plan.ranked yields this entry first, and takes longer
-            _, last, entry = self._plan.intervals[position]
-            kernel = self._kernels.get(id(entry)) if size <= last else None
-            if kernel is not None:
-                kernel.overlap = entry.overlap
-                return kernel
+        kernel = self.loaded(size)  # Plan.ranked yields this entry first, and takes longer
+        if kernel is not None:
+            return kernel
         for entry in self._plan.ranked(size):
             kernel = self._kernels.get(id(entry)) or self._loaded(entry)
             if kernel is not None and kernel.candidate.id in self._faulty:

@@ -191,23 +191,24 @@ def specialize_any_m(
 
     plain: computes args with any M where a launch is refused. Where tensors of aux depend on M, M is not 1.
     """
-    fallback, guarded = partial(_after_refusal, kernel, plain), _needs_device_guard(kernel, call.a.device)
-    dtype, device = dtype_of(call.problem.out_dtype), call.a.device
-    allocator = devices.get(device.type).allocator
+    fallback, dtype, device = partial(_after_refusal, kernel, plain), dtype_of(call.problem.out_dtype), call.a.device
+    kind = devices.get(device.type)
     if bind_launch(kernel, call, args) is not None:
         bind, make = kernel.bind_any_m(call.a, call.b, call.aux), functional_maker(kernel, call, len(args), fallback)
         if bind is None:
             return None
-        return lambda m, shape: make(bind(m), allocator(shape, _dense_strides(shape), dtype, device, guarded))
+        # The device is the current one when the output is allocated: ``make`` switches to it where there are several.
+        return lambda m, shape: make(bind(m), kind.allocator(shape, _dense_strides(shape), dtype, device, True))
     adapt = adapt_args(call, args, any_m=True)
     run = with_device_guard(kernel.functional if kernel.has_functional else kernel.run, kernel, device)
+    is_current = not kind.needs_guard()
 
     def make_for(m: int, shape: tuple[int, ...]) -> FunctionalFn:
         kernel_shape = (m, shape[-1])
         viewed = None if shape == kernel_shape else shape
         if kernel.has_functional:
             return _compute_functional(run, adapt, viewed)
-        empty = allocator(kernel_shape, _dense_strides(kernel_shape), dtype, device, False)
+        empty = kind.allocator(kernel_shape, _dense_strides(kernel_shape), dtype, device, is_current)
         return _allocate_and_run(run, empty, adapt, fallback, viewed)
 
     return make_for

@@ -6,8 +6,6 @@ from abc import abstractmethod
 from collections.abc import Sequence
 from typing import Any
 
-import torch
-
 from ...core.candidate import Candidate
 from ...core.problem import Problem
 from ..gpu.artifact import Header
@@ -64,7 +62,7 @@ class _FittableKernel(TmaKernel):
         if device not in self._tiles:
             weight = self.problem.n, self.problem.k
             self._tiles[device] = FittedTiles(
-                self.candidate.template, self._config, *weight, _multiprocessors(device), self._cubins
+                self.candidate.template, self._config, *weight, self.function(device).multiprocessors, self._cubins
             )
         return self._tiles[device]
 
@@ -101,8 +99,4 @@ class Slab(_FittableKernel):
         groups = -(-m // self._bm) * -(-self.problem.n // (self._copy(m, device).size * self._cluster))
         if self._split > 1:
             return groups * self._split
-        return int(self._cluster * max(1, min(groups, _multiprocessors(device) // self._cluster)))
-
-
-def _multiprocessors(device: int) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return int(self._cluster * max(1, min(groups, self.function(device).multiprocessors // self._cluster)))

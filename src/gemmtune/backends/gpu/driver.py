@@ -20,7 +20,7 @@ from torch import Tensor
 
 from ...core.errors import KernelError
 from ..base import CAPTURE_FACTS, OVERLAP
-from .artifact import B_EARLY, NEXT_LATE, PDL_ARGUMENT, Header, Tma
+from .artifact import B_EARLY, PDL_ARGUMENT, Header, Tma
 
 _STATIC_SHARED = 1  # CU_FUNC_ATTRIBUTE_SHARED_SIZE_BYTES
 _MAX_DYNAMIC_SHARED = 8  # CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
@@ -72,7 +72,8 @@ class Function:
 
     args: the arguments with which each thread launches it. heads: makes what of a launch does not depend on addresses.
     pdl: whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch).
-    early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL.
+    early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL. multiprocessors:
+    those of the device.
     """
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
@@ -82,6 +83,7 @@ class Function:
             torch.cuda.current_stream().query()  # makes the device's context current on this thread
             self.handle = self._load(cubin)
             self.pdl = self._supports_pdl()
+            self.multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)
             self.early_trigger_blocks = self._configure(device)
         self.args, self.heads = LaunchArgs(self), LaunchHeads(self)
 
@@ -107,8 +109,7 @@ class Function:
         """
         resident = self._resident_blocks()
         self._prefer_shared_memory(resident)
-        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
-        return min(resident, _EARLY_BLOCKS) * int(multiprocessors) if self.pdl else 0
+        return min(resident, _EARLY_BLOCKS) * self.multiprocessors if self.pdl else 0
 
     def _resident_blocks(self) -> int:
         """Return how many blocks run on a multiprocessor at a time."""
@@ -198,23 +199,16 @@ def alloc_zeroed(size: int) -> int:
 
 
 class LaunchHeads:
-    """Makes what of a function's launches does not depend on addresses."""
+    """Makes what of a function's launches does not depend on addresses: the contents of ``LaunchArgs.prepared``'s
+    memory.
+
+    pack: a function of the grid's two sizes, ``block``, and the values of all arguments, to these bytes; the values of
+    addresses and descriptors are 0, as is the stream. block: what of a launch is the same for all.
+    """
 
     def __init__(self, function: Function) -> None:
-        names = function.header.arguments
-        self._pack = struct.Struct(f"{_CONFIG_FORMAT}{len(names)}Q").pack
-        self._block = (1, function.threads, 1, 1, function.shared, 0, ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE), 0)
-        self._pdl_slot = names.index(PDL_ARGUMENT) if function.pdl else None
-        self._early_trigger_blocks = function.early_trigger_blocks
-
-    def of(self, grid: tuple[int, int], values: list[int]) -> bytes:
-        """Return the contents of ``LaunchArgs.prepared``'s memory for a grid of thread blocks and the values of all
-        arguments. Those of addresses and descriptors are 0, as is the stream; that of PDL is set here."""
-        if self._pdl_slot is not None:
-            # With many blocks it takes longer to let the next kernel begin once the last of them has
-            # (docs/notes/cuda.md).
-            values[self._pdl_slot] = NEXT_LATE if grid[0] * grid[1] > self._early_trigger_blocks else 0
-        return self._pack(*grid, *self._block, *values)
+        self.pack = struct.Struct(f"{_CONFIG_FORMAT}{len(function.header.arguments)}Q").pack
+        self.block = (1, function.threads, 1, 1, function.shared, 0, ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE), 0)
 
 
 class CaptureState(NamedTuple):
@@ -344,32 +338,55 @@ class LaunchArgs(threading.local):
         return status
 
 
-# Types and arguments of all descriptors, since ctypes takes long to make them.
 _MapMemory, _Sizes, _Boxes = ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES), ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
-_RANK, _UNIT_STRIDES, _NONE, _PROMOTION = ctypes.c_uint32(2), _Boxes(1, 1), ctypes.c_int(0), ctypes.c_int(_L2_128B)
 
 
 class TensorMap:
-    """A TMA descriptor (CUtensorMap) of a row-major matrix [rows, columns]; lead: elements from one row to the next.
-    Raises KernelError when CUDA rejects it."""
+    """A TMA descriptor (CUtensorMap) at ``address``."""
 
-    def __init__(self, tma: Tma, pointer: int, rows: int, columns: int, lead: int) -> None:
+    __slots__ = ("_memory", "address")
+
+    def __init__(self) -> None:
         self._memory = _MapMemory()
         start = ctypes.addressof(self._memory)
         self.address = start + -start % _TENSOR_MAP_BYTES
-        status = driver().cuTensorMapEncodeTiled(
-            ctypes.c_void_p(self.address),
+
+
+class TensorMapEncoder:
+    """Makes the TMA descriptors of row-major matrices with as many columns; lead: elements from one row to the next.
+
+    The arguments of CUDA's function are converted once, and changed where they differ: converting them takes ctypes
+    longer than the function does.
+    """
+
+    def __init__(self, tma: Tma, columns: int, lead: int) -> None:
+        self.box_rows, self._columns = tma.block[0], columns
+        self._lock, self._map, self._matrix = threading.Lock(), ctypes.c_void_p(), ctypes.c_void_p()
+        self._sizes, self._box = _Sizes(columns, 0), _Boxes(tma.block[1], self.box_rows)
+        self._encode = functools.partial(
+            driver().cuTensorMapEncodeTiled,
+            self._map,
             ctypes.c_int(tma.dtype),
-            _RANK,
-            ctypes.c_void_p(pointer),
-            _Sizes(columns, rows),
-            _Sizes(lead * tma.element, lead * tma.element * rows),
-            _Boxes(tma.block[1], tma.block[0]),
-            _UNIT_STRIDES,
-            _NONE,
+            ctypes.c_uint32(2),
+            self._matrix,
+            self._sizes,
+            (ctypes.c_uint64 * 1)(lead * tma.element),
+            self._box,
+            _Boxes(1, 1),
+            ctypes.c_int(0),
             ctypes.c_int(tma.swizzle),
-            _PROMOTION,
-            _NONE,
+            ctypes.c_int(_L2_128B),
+            ctypes.c_int(0),
         )
+
+    def encode(self, rows: int, box_rows: int, pointer: int) -> TensorMap:
+        """Return the descriptor of a matrix of ``rows`` rows, of which TMA loads ``box_rows`` at a time. Raises
+        KernelError when CUDA rejects it."""
+        result = TensorMap()
+        with self._lock:
+            self._map.value, self._matrix.value = result.address, pointer
+            self._sizes[1], self._box[1] = rows, box_rows
+            status = self._encode()
         if status:
-            _check(status, f"describing a [{rows}, {columns}] matrix to TMA")
+            _check(status, f"describing a [{rows}, {self._columns}] matrix to TMA")
+        return result

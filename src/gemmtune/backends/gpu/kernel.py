@@ -13,7 +13,6 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -29,8 +28,8 @@ from ...core.weights import PackedWeight, QuantWeight
 from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .any_batch import AnyBatch
-from .artifact import Header, Tma
-from .driver import CaptureState, Function, TensorMap, alloc_zeroed
+from .artifact import NEXT_LATE, PDL_ARGUMENT, Header, Tma
+from .driver import CaptureState, Function, TensorMap, TensorMapEncoder, alloc_zeroed
 from .hip import HipFunction
 from .int4 import INT4_BLOCKS, int4_layout, shuffle_int4
 from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
@@ -110,21 +109,22 @@ class LoadedCubin:
 
 
 class LaunchPlan(NamedTuple):
-    """The parts of a launch that do not depend on addresses.
+    """The source of a function's launches: Python lines and expressions.
 
-    grid: thread blocks. values: the value of every argument, with 0 for addresses. lines: source lines of the launch
-    function (they may use a_ptr, b_ptr and stream). addresses, descriptors: the arguments for A and B, and the source
-    of the addresses that are passed: the operands' own, or those of their descriptors. variables, constants: the other
-    objects that the lines use, by name: those that depend on M, and those that follow from the function.
+    setup: lines that run once for each M; they may use kernel, m and device. grid, values: expressions of the grid's
+    two sizes, and of the arguments that are no addresses, by name; they may use what ``setup`` assigns. lines: run in
+    every launch; they may use a_ptr, b_ptr and stream. addresses, descriptors: the arguments for A and B, and the
+    expressions of the addresses that are passed: the operands' own, or those of their descriptors. names: the other
+    objects that the source uses.
     """
 
-    grid: tuple[int, int]
-    values: list[int]
+    setup: Sequence[str]
+    grid: tuple[str, str]
+    values: Mapping[str, str]
     lines: Sequence[str] = ()
     addresses: Mapping[str, str] = MappingProxyType({})
     descriptors: Mapping[str, str] = MappingProxyType({})
-    variables: Mapping[str, Any] = MappingProxyType({})
-    constants: Mapping[str, Any] = MappingProxyType({})
+    names: Mapping[str, Any] = MappingProxyType({})
 
 
 class GpuKernel(AnyBatch, Kernel):
@@ -146,6 +146,7 @@ class GpuKernel(AnyBatch, Kernel):
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
         self._makers: dict[Any, Callable[..., Launch]] = {}
+        self._checked_m = 0  # the largest M that is known to fit
         self._tiles_n = -(-problem.n // self._bn)
         is_fixed = problem.a.layout.order == problem.out.order == "row"
         self._fixed_leads = leading_dimensions(problem, problem.m) if is_fixed else None
@@ -237,23 +238,6 @@ class GpuKernel(AnyBatch, Kernel):
         """
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
 
-    def _split_k_workspace(self, m: int, device: int) -> Callable[[int, bool], tuple[Tensor, int, int]] | None:
-        """Return a function that allocates the split-K workspace of a launch, or None where programs do not share
-        tiles.
-
-        The function takes the stream and whether the stream is being captured. It returns the workspace, which must
-        stay alive until the launch, its address and that of the semaphores.
-        """
-        if not self._shares_tiles:
-            return None
-        (size, count), semaphores = self._partial_sum_sizes(m, device), semaphores_of(device)
-
-        def bind_workspace(stream: int, captured: bool) -> tuple[Tensor, int, int]:
-            sums, capture_id = alloc_workspace(size), CaptureState.of(stream).id if captured else 0
-            return sums, sums.data_ptr(), semaphores.of(stream, capture_id, count)
-
-        return bind_workspace
-
     def _make_launch(
         self, m: int, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
     ) -> Launch:
@@ -262,56 +246,70 @@ class GpuKernel(AnyBatch, Kernel):
         sizes: the arguments that follow from the operands' strides. names: the names of the arguments whose tensors
         follow A and B. misaligned: see ``_cached_launch``.
         """
-        reason = self._too_large(m)
-        if reason:
-            raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
-        function, plan = self._cubin(m, device)(device), self._launch_plan(m, device, sizes)
-        bind_workspace = self._split_k_workspace(m, device)
-        source = (function, function.pdl and self.overlap, bind_workspace is not None, tuple(names))
+        if m > self._checked_m or self.problem.family == "bmm":
+            reason = self._too_large(m)
+            if reason:
+                raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
+            self._checked_m = m
+        function = self._cubin(m, device)(device)
+        source = (function, function.pdl and self.overlap, names)
         make = self._makers.get(source)
-        if make is None:  # it is the same for all M
-            make = self._makers[source] = self._launch_maker(*source, device, plan)
-        return make(function.heads.of(plan.grid, plan.values), bind_workspace, misaligned, *plan.variables.values())
+        if make is None:  # it is the same for all M, and for all batches
+            make = self._makers[source] = self._launch_maker(*source, tuple(sizes), device)
+        return make(self, m, misaligned, *sizes.values())
 
     def _launch_maker(
-        self, function: Function, pdl: bool, has_workspace: bool, names: Sequence[str], device: int, plan: LaunchPlan
+        self, function: Function, pdl: bool, names: Sequence[str], sizes: Sequence[str], device: int
     ) -> Callable[..., Launch]:
-        """Return a function that makes launches, of what depends on M: see ``_make_launch``. names: as there."""
-        slot_of, extra_parameters = self.header.arguments.index, "".join(f", {name}" for name in names)
-        launch_expression = "args.launch_captured(stream, b, out) if captured else go()" if pdl else "go()"
-        reads_capture = pdl or has_workspace
+        """Return a function that makes launches, of what differs between them. sizes: names of these."""
+        plan, arguments = self._launch_plan(function, device), self.header.arguments
+        extra_parameters = "".join(f", {name}" for name in names)
+        reads_capture = pdl or self._shares_tiles
         # The variables for the tensors' addresses have names that no tensor has.
         addresses = ["c_ptr", "a_ptr", "b_ptr", *(f"{name}_at" for name in names)]
-        values = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
+        pointers = ["out.data_ptr()", "a.data_ptr()", "b.data_ptr()", *(f"{name}.data_ptr()" for name in names)]
         # The tensors of a norm are loaded 16 bytes at a time, as A is; those of other steps one element at a time.
         vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(f"t{index}_at" for index in range(len(self.problem.norm_steps)))]
         written = {"c_ptr": "c_ptr", **plan.addresses, **{name: f"{name}_at" for name in names}}
-        if has_workspace:
+        setup, lines = [*plan.setup, f"grid_x, grid_y = {', '.join(plan.grid)}"], [*plan.lines]
+        if self._shares_tiles:
+            setup.append("sum_bytes, lock_count = kernel._partial_sum_sizes(m, device)")
+            lines += [
+                "sums, capture = alloc_workspace(sum_bytes), capture_of(stream).id if captured else 0",
+                "sums_ptr, locks_ptr = sums.data_ptr(), locks.of(stream, capture, lock_count)",
+            ]
             written |= {"ws_ptr": "sums_ptr", "lock_ptr": "locks_ptr"}
+        values = {**plan.values, **{name: name for name in sizes}}
+        if function.pdl:
+            # With many blocks it takes longer to let the next kernel begin once the last of them has
+            # (docs/notes/cuda.md).
+            values[PDL_ARGUMENT] = f"{NEXT_LATE} if grid_x * grid_y > {function.early_trigger_blocks} else 0"
+        packed = ", ".join(values.get(name, "0") for name in arguments)
         return function_maker(
             "launch",
-            ("head", "bind_workspace", "misaligned", *plan.variables),
+            ("kernel", "m", "misaligned", *sizes),
             f"def launch(out, a, b{extra_parameters}):",
             "    memory, slots, config, go, parameters = args.prepared",
-            f"    {', '.join(addresses)} = {', '.join(values)}",
+            f"    {', '.join(addresses)} = {', '.join(pointers)}",
             f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
             f"        require(a, b{extra_parameters})",
             f"    if ({' | '.join(vector_loads)}) & {MISALIGNED_MASK}:",
             f"        return misaligned(launch, out, a, b{extra_parameters})",
             f"    stream = stream_of({device})",
             *(["    captured = capturing()"] if reads_capture else []),
-            *(f"    {line}" for line in plan.lines),
-            *(["    sums, sums_ptr, locks_ptr = bind_workspace(stream, captured)"] if has_workspace else []),
-            # From here on nothing is allocated: a finalizer could launch the same kernel.
+            *(f"    {line}" for line in lines),
             "    memory[:] = head",
             "    config.stream = stream",
-            *(f"    slots[{slot_of(name)}] = {variable}" for name, variable in written.items()),
-            *(f"    parameters[{slot_of(name)}] = {variable}" for name, variable in plan.descriptors.items()),
-            f"    status = {launch_expression}",
+            *(f"    slots[{arguments.index(name)}] = {address}" for name, address in written.items()),
+            *(f"    parameters[{arguments.index(name)}] = {address}" for name, address in plan.descriptors.items()),
+            f"    status = {'args.launch_captured(stream, b, out) if captured else go()' if pdl else 'go()'}",
             "    if status:",
             "        function.retry_or_raise(status, go)",
+            setup=[*setup, f"head = pack(grid_x, grid_y, *block, {packed})"],
             args=function.args, function=function, require=require_kernel_operands, stream_of=torch_compat.stream_of,
-            capturing=torch_compat.is_capturing, **plan.constants,
+            capturing=torch_compat.is_capturing, capture_of=CaptureState.of, alloc_workspace=alloc_workspace,
+            locks=semaphores_of(device) if self._shares_tiles else None, pack=function.heads.pack,
+            block=function.heads.block, device=device, **plan.names,
         )  # fmt: skip
 
     def _too_large(self, m: int) -> str:
@@ -321,8 +319,16 @@ class GpuKernel(AnyBatch, Kernel):
         return ""
 
     @abstractmethod
-    def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
-        """Return the parts of the launch that follow from M, the device and the operands' strides (``sizes``)."""
+    def _launch_plan(self, function: Function, device: int) -> LaunchPlan:
+        """Return the source of the launches of a function on its device."""
+
+    def _common_values(self) -> tuple[list[str], dict[str, str]]:
+        """Return lines and values of a ``LaunchPlan``: the sizes, and the leading dimensions of A and the output."""
+        values = {"M": "m", "N": str(self.problem.n), "K": str(self.problem.k)}
+        if self._fixed_leads is None:
+            return ["lda, _, ldc = kernel._leads(m)"], {**values, "lda": "lda", "ldc": "ldc"}
+        lda, _, ldc = self._fixed_leads
+        return [], {**values, "lda": str(lda), "ldc": str(ldc)}
 
 
 def _operand_tensors(b: Any) -> tuple[Tensor, ...]:
@@ -350,13 +356,6 @@ class GridKernel(GpuKernel):
     def _tiles(self, m: int) -> int:
         return -(-m // self._bm) * self._tiles_n * self.problem.batch
 
-    def arguments(self, m: int, sizes: dict[str, int]) -> list[int]:
-        """Return the value of every argument for M rows, with 0 for addresses."""
-        problem = self.problem
-        lda, ldb, ldc = self._leads(m)
-        values = {"M": m, "N": problem.n, "K": problem.k, "lda": lda, "ldb": ldb, "ldc": ldc, **sizes}
-        return [values.get(name, 0) for name in self.header.arguments]
-
     def _too_large(self, m: int) -> str:
         if self.grid(m)[0] > INDEX_LIMIT or self.problem.batch > MAX_BATCH:
             return f"a grid of {self.grid(m)} thread blocks; CUDA takes ({INDEX_LIMIT}, {MAX_BATCH})"
@@ -366,27 +365,30 @@ class GridKernel(GpuKernel):
         """Return the grid for M rows: (tiles times parts of K, batches)."""
         return self._tiles(m) // self.problem.batch * self._split, self.problem.batch
 
-    def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
-        return LaunchPlan(self.grid(m), self.arguments(m, sizes), addresses=_ADDRESSES)
-
-
-_ADDRESSES = {"a_ptr": "a_ptr", "b_ptr": "b_ptr"}
-_DESCRIPTORS = {"a_desc": "a_map.address", "b_desc": "b_map.address"}
-_READ_MAPS = "a_map, b_map = rows[a_ptr], weights[b_ptr]"  # in variables: they must stay alive until the launch
+    def _launch_plan(self, function: Function, device: int) -> LaunchPlan:
+        setup, values = self._common_values()
+        rows = f"-(-m // {self._bm})"
+        return LaunchPlan(
+            setup, (f"{rows} * {self._tiles_n * self._split}", "kernel.problem.batch"),
+            {**values, "ldb": str(self._leads(self.problem.m)[1])}, addresses={"a_ptr": "a_ptr", "b_ptr": "b_ptr"},
+        )  # fmt: skip
 
 
 class _TensorMaps(dict[int, TensorMap]):
-    """TMA descriptors of [rows, columns] matrices by the matrices' addresses; each is created when it is first looked
-    up."""
+    """TMA descriptors of matrices by the matrices' addresses; each is made when it is first looked up.
 
-    def __init__(self, tma: Tma, rows: int, columns: int, lead: int) -> None:
-        self._matrix = tma, rows, columns, lead
+    encode: makes the descriptor of the matrix at an address.
+    """
+
+    __slots__ = ("_encode",)
+
+    def __init__(self, encode: Callable[[int], TensorMap]) -> None:
+        self._encode = encode
 
     def __missing__(self, address: int) -> TensorMap:
-        tma, rows, columns, lead = self._matrix
         if len(self) >= _MAX_TENSOR_MAPS:
             self.clear()
-        tensor_map = self[address] = TensorMap(tma, address, rows, columns, lead)
+        tensor_map = self[address] = self._encode(address)
         return tensor_map
 
 
@@ -418,38 +420,41 @@ class TmaKernel(GpuKernel):
         the kernel reads B itself."""
         return None
 
-    def _row_maps(self, tma: Tma, m: int, lead: int) -> _TensorMaps:
+    def _row_maps(self, encoder: TensorMapEncoder, m: int) -> _TensorMaps:
         """Return the descriptors of A [M, K]."""
-        if self.clips_boxes:
-            tma = msgspec.structs.replace(tma, block=(min(tma.block[0], m), *tma.block[1:]))
-        return self._tensor_maps(tma, m, lead)
+        box_rows = min(encoder.box_rows, m) if self.clips_boxes else encoder.box_rows
+        return _TensorMaps(partial(encoder.encode, m, box_rows))
 
     def _weight_maps(self, tma: Tma) -> _TensorMaps:
         """Return the descriptors of B."""
         columns = tma.block[0]
         if columns not in self._weights:
-            self._weights[columns] = self._tensor_maps(tma, self.problem.n, self._ldb)
+            encode = self._encoder(tma, self._ldb).encode
+            self._weights[columns] = _TensorMaps(partial(encode, self.problem.n, columns))
         return self._weights[columns]
 
-    def _tensor_maps(self, tma: Tma, rows: int, lead: int) -> _TensorMaps:
+    def _encoder(self, tma: Tma, lead: int) -> TensorMapEncoder:
         # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
-        return _TensorMaps(tma, rows, min(self.problem.k, lead), lead)
+        return TensorMapEncoder(tma, min(self.problem.k, lead), lead)
 
-    def _launch_plan(self, m: int, device: int, sizes: dict[str, int]) -> LaunchPlan:
-        problem, ldb, programs = self.problem, self._ldb, self._program_count(m, device)
-        lda, _, ldc = self._leads(m)
-        by_name = {
-            "M": m, "N": problem.n, "K": problem.k, "ldc": ldc, "PROGRAMS": programs, "a_desc.shape0": m,
-            "a_desc.shape1": problem.k, "a_desc.stride0": lda, "a_desc.stride1": 1, "b_desc.shape0": problem.n,
-            "b_desc.shape1": problem.k, "b_desc.stride0": ldb, "b_desc.stride1": 1, **sizes,
+    def _launch_plan(self, function: Function, device: int) -> LaunchPlan:
+        (setup, values), ldb = self._common_values(), self._ldb
+        k, lda = str(self.problem.k), self._leads(self.problem.m)[0]  # A is row-major
+        values |= {
+            "PROGRAMS": "programs", "a_desc.shape0": "m", "a_desc.shape1": k, "a_desc.stride0": str(lda),
+            "a_desc.stride1": "1", "b_desc.shape0": str(self.problem.n), "b_desc.shape1": k, "b_desc.stride0": str(ldb),
+            "b_desc.stride1": "1",
         }  # fmt: skip
-        values, convert = [by_name.get(name, 0) for name in self.header.arguments], self._converter(device)
-        lines = [_READ_MAPS]
-        if convert is not None:
-            lines = ["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()", _READ_MAPS]
-        tma = self._cubin(m, device).header.descriptors
+        convert, tma = self._converter(device), function.header.descriptors
+        converting = ["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()"]
         return LaunchPlan(
-            (programs, 1), values, lines, descriptors=_DESCRIPTORS,
-            variables={"rows": self._row_maps(tma["a_desc"], m, lda)},
-            constants={"weights": self._weight_maps(tma["b_desc"]), "convert": convert},
+            [*setup, "programs = kernel._program_count(m, device)", "rows = kernel._row_maps(encoder, m)"],
+            ("programs", "1"), values,
+            # In variables, since they must stay alive until the launch.
+            [*([] if convert is None else converting), "a_map, b_map = rows[a_ptr], weights[b_ptr]"],
+            descriptors={"a_desc": "a_map.address", "b_desc": "b_map.address"},
+            names={
+                "encoder": self._encoder(tma["a_desc"], lda), "weights": self._weight_maps(tma["b_desc"]),
+                "convert": convert,
+            },
         )  # fmt: skip

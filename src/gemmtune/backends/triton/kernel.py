@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import torch
 from torch import Tensor
 
 from ...core.candidate import Candidate
@@ -33,7 +32,7 @@ class Persistent(TmaKernel):
     """The template ``persistent``: at most one program for each multiprocessor; A and B are read through TMA."""
 
     def _program_count(self, m: int, device: int) -> int:
-        multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)
+        multiprocessors = self.function(device).multiprocessors
         # Where programs share tiles, all programs are needed even for few tiles.
         return multiprocessors if self._shares_tiles else min(-(-m // self._bm) * self._tiles_n, multiprocessors)
 
@@ -58,7 +57,7 @@ class Converted(Persistent):
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
-        head = function.heads.of((-(-self._count // CONVERTED_ITEMS), 1), [0, 0, self._count])
+        head = function.heads.pack(-(-self._count // CONVERTED_ITEMS), 1, *function.heads.block, 0, 0, self._count)
 
         def convert(address: int, stream: int) -> Tensor:
             workspace = alloc_workspace(size)
