@@ -18,13 +18,14 @@ import gemmtune
 from gemmtune import fuse
 from gemmtune.core.checks import ShapeError
 from gemmtune.core.decision import Verdict
+from gemmtune.core.errors import KernelError
 from gemmtune.core.problem import Problem
 from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.weights import PackedWeight
 from gemmtune.dispatch import RUNTIME, cache, current_target, policy
 from gemmtune.ops import operands
 from gemmtune.store import MemoryStore
-from helpers.serving import TOY_RUNS, register, toy
+from helpers.serving import TOY_RUNS, ToyKernel, bind_toy, bind_toy_any_m, register, toy
 
 K, N = 12, 20
 WEIGHT, BIAS, COLUMN = torch.randn(N, K), torch.randn(N), torch.rand(N)
@@ -123,11 +124,22 @@ def described(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return ops
 
 
+@pytest.fixture(params=["run", "launch"])
+def toys_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Have toy kernels be served by ``run``, or by a launch that is bound for each M."""
+    if request.param == "launch":
+        monkeypatch.setattr(ToyKernel, "bind", bind_toy)
+        monkeypatch.setattr(ToyKernel, "bind_any_m", bind_toy_any_m)
+    return str(request.param)
+
+
 @settings(max_examples=60, suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(
     name=st.sampled_from(sorted(FORMS)), dims=st.sampled_from((2, 3)), sizes=st.lists(st.integers(0, 30), max_size=6)
 )
-def test_each_m_is_served_as_if_it_were_described(packed: PackedWeight, name: str, dims: int, sizes: list[int]) -> None:
+def test_each_m_is_served_as_if_it_were_described(
+    packed: PackedWeight, toys_by: str, name: str, dims: int, sizes: list[int]
+) -> None:
     form, sizes = FORMS[name], [5, *sizes]
     cache.clear()
     served = [run_and_note(form, m, dims, packed) for m in sizes]
@@ -177,6 +189,43 @@ def test_one_row_is_described_only_where_a_tensor_may_have_another_axis(
     FORMS[name](5, 2, packed)
     FORMS[name](1, 2, packed)
     assert len(described) == (1 if name in _AXES_ARE_CLEAR else 2)
+
+
+@pytest.mark.parametrize("name", ["linear", "linear, packed", "scales", "residual"])
+def test_a_kernel_binds_another_m_alone(name: str, packed: PackedWeight, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands are bound once for each kernel, and then M alone."""
+    bound: list[tuple[int, ...]] = []
+
+    def bind(kernel: ToyKernel, a: Tensor, b: Any, aux: Any) -> Any:
+        bound.append(tuple(a.shape))
+        return bind_toy(kernel, a, b, aux)
+
+    monkeypatch.setattr(ToyKernel, "bind", bind)
+    monkeypatch.setattr(ToyKernel, "bind_any_m", bind_toy_any_m)
+    for m in (5, 6, 3, 9, 10, 4):  # 9 and 10 are served by the second kernel
+        FORMS[name](m, 2, packed)
+    assert bound == [(5, K), (6, K), (9, K)]
+
+
+@pytest.mark.parametrize("name", ["linear, packed", "scales", "residual"])
+def test_a_refused_launch_of_another_m_is_served_by_pytorch(
+    name: str, packed: PackedWeight, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> Any:
+        raise KernelError("no memory")
+
+    def bind_any_m(kernel: ToyKernel, a: Tensor, b: Any, aux: Any) -> Any:
+        bind: Any = bind_toy_any_m(kernel, a, b, aux)
+        return lambda m: refuse() if m == 4 else refuse if m == 3 else bind(m)
+
+    expected = {(m, dims): FORMS[name](m, dims, packed) for m in (5, 6, 3, 4) for dims in (2, 3)}
+    cache.clear()
+    monkeypatch.setattr(ToyKernel, "bind_any_m", bind_any_m)
+    monkeypatch.setattr(ToyKernel, "bind", lambda *of: refuse() if of[1].shape[0] == 4 else bind_toy(*of))
+    for (m, dims), result in expected.items():
+        TOY_RUNS.clear()
+        torch.testing.assert_close(FORMS[name](m, dims, packed), result)
+        assert bool(TOY_RUNS) == (m > 4)
 
 
 def test_errors_of_another_m_are_those_of_the_op(packed: PackedWeight) -> None:

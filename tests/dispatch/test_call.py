@@ -14,34 +14,12 @@ from torch.nn import functional as F
 
 import gemmtune
 from gemmtune import fuse
-from gemmtune.backends.base import Launch
 from gemmtune.core.checks import DtypeError, GradError, ShapeError
 from gemmtune.core.problem import Problem
-from gemmtune.core.weights import PackedWeight
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch.cache import DISPATCH_CACHE, EntriesByStrides
 from gemmtune.store import MemoryStore
-from helpers.serving import TOY_RUNS, ToyKernel, evidence, register, store_decision, toy
-
-
-def bind(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
-    """Return a launch of the toy kernel that fixes shapes and strides, and accepts any view of the memory."""
-    if not isinstance(b, Tensor | PackedWeight):
-        return None
-    shapes, a_layout, packed = [t.shape for t in aux], (a.shape, a.stride()), b if isinstance(b, PackedWeight) else None
-    b_layout = () if packed is not None else (b.shape, b.stride())
-    out_shape = (*a.shape[:-1], kernel.problem.n)
-
-    def launch(out: Tensor, x: Tensor, raw: Tensor, *rest: Tensor) -> None:
-        aux_views = [t.view(shape) for t, shape in zip(rest, shapes, strict=True)]
-        kernel.run(
-            x.as_strided(*a_layout),
-            raw.as_strided(*b_layout) if packed is None else packed,
-            aux_views,
-            out.view(out_shape),
-        )
-
-    return launch
+from helpers.serving import TOY_RUNS, ToyKernel, bind_toy, evidence, register, store_decision, toy
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +35,7 @@ def served(request: pytest.FixtureRequest, own_store: MemoryStore, monkeypatch: 
     By the parameter, a toy kernel serves them through ``run`` or a bound launch, or PyTorch serves them.
     """
     if request.param == "bound":
-        monkeypatch.setattr(ToyKernel, "bind", bind)
+        monkeypatch.setattr(ToyKernel, "bind", bind_toy)
 
     def store_decisions(*calls: Callable[[], object]) -> bool:
         for call in calls:

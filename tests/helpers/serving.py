@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -11,7 +11,7 @@ from gemmtune import backends
 from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.quantized import dequantize
 from gemmtune.backends.aten.steps import apply_steps, dtype_of, round_to_dtype
-from gemmtune.backends.base import Artifact, Availability, Backend, Kernel
+from gemmtune.backends.base import Artifact, Availability, Backend, Kernel, Launch
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
@@ -47,6 +47,42 @@ class ToyKernel(Kernel):
         if isinstance(b, QuantWeight) and b.zero_point is not None:
             data = (*data, b.zero_point.clone())
         return PackedWeight(self.packing or "", data, p.n, p.k, p.b.dtype, p.b.quant, "toy", p.b.layout.order)
+
+
+def bind_toy(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
+    """Return a launch of the toy kernel that fixes shapes and strides, and accepts any view of the memory."""
+    if not isinstance(b, Tensor | PackedWeight):
+        return None
+    shapes, a_layout, packed = [t.shape for t in aux], (a.shape, a.stride()), b if isinstance(b, PackedWeight) else None
+    b_layout = () if packed is not None else (b.shape, b.stride())
+    out_shape = (*a.shape[:-1], kernel.problem.n)
+
+    def launch(out: Tensor, x: Tensor, raw: Tensor, *rest: Tensor) -> None:
+        aux_views = [t.view(shape) for t, shape in zip(rest, shapes, strict=True)]
+        kernel.run(
+            x.as_strided(*a_layout),
+            raw.as_strided(*b_layout) if packed is None else packed,
+            aux_views,
+            out.view(out_shape),
+        )
+
+    return launch
+
+
+def bind_toy_any_m(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Any] | None:
+    """Return a function from M to the launch of ``bind_toy`` for dense operands with that M."""
+    if not isinstance(b, Tensor | PackedWeight):
+        return None
+    axes = [step.axis for step in kernel.problem.epilogue if step.takes_tensor]
+
+    def bind(m: int) -> Launch | None:
+        sized = [
+            tensor.new_empty(m, *tensor.shape[1:]) if axis in ("row", "full") else tensor
+            for tensor, axis in zip(aux, axes, strict=True)
+        ]  # fmt: skip
+        return bind_toy(kernel, a.new_empty(m, a.shape[1]), b, sized)
+
+    return bind
 
 
 class ToyBackend(Backend):

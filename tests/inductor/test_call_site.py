@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import msgspec
 import pytest
@@ -18,6 +20,7 @@ from gemmtune.inductor.call_site import CallSite, write_result
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
 from helpers.factories import make_legal_plan
+from helpers.serving import ToyKernel, bind_toy, bind_toy_any_m, toy
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -81,3 +84,29 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
         (64, problem.epilogue), (65, alone.epilogue), (128, alone.epilogue), (200, problem.epilogue),
     ]  # fmt: skip
     assert first.data_ptr() + first.nbytes == second.data_ptr()  # the call sites read one merged matrix
+
+
+def test_a_kernel_binds_dense_operands_with_another_m_by_m_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = replace(linear_problem(8, 20, 12, "float32"), epilogue=(Step("add", "full", "float32"),))
+    kernel, bound = ToyKernel(problem, toy()), []
+
+    def bind(kernel: ToyKernel, a: torch.Tensor, b: torch.Tensor, aux: Sequence[torch.Tensor]) -> Any:
+        bound.append(a.shape[0])
+        return bind_toy(kernel, a, b, aux)
+
+    monkeypatch.setattr(ToyKernel, "bind", bind)
+    monkeypatch.setattr(ToyKernel, "bind_any_m", bind_toy_any_m)
+    monkeypatch.setattr(RUNTIME, "choose", lambda *_: Choice(kernel))
+    site, weight = CallSite(GraphCall(problem, "linear", (20,)).to_json()), torch.randn(20, 12)
+
+    def serve(m: int, wide: bool = False) -> None:
+        x, residual, out = torch.randn(m, 12), torch.randn(m, 40)[:, :20], torch.empty(m, 20)
+        residual = residual if wide else residual.contiguous()
+        site(x, weight, residual, out=out)
+        torch.testing.assert_close(out, F.linear(x, weight) + residual)
+
+    for m in (1, 5, 6, 9, 6):
+        serve(m)
+    assert bound == [1, 5]
+    serve(7, wide=True)  # the rows of its residual have gaps
+    assert bound == [1, 5, 7]

@@ -63,6 +63,7 @@ class CallSite:
         # What serves all M: the layouts, the best first, and by layout (None: the raw weight) the kernels of its plan.
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
+        self._binders: dict[Kernel, Callable[[int], Callable[..., None]] | None] = {}  # Kernel.bind_any_m
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
@@ -94,6 +95,7 @@ class CallSite:
             self._runs.clear()
             self._layouts.clear()
             self._plans.clear()
+            self._binders.clear()
             self._generation = RUNTIME.generation
         return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
 
@@ -295,9 +297,16 @@ class CallSite:
         """Return the kernel's launch by address; None where it has none."""
         if not isinstance(b, Tensor | PackedWeight):
             return None
-        problem = self.call.problem  # binding reads M from the operands
+        # Where all tensors that depend on M are dense, M alone tells the launch. With one row it does not.
+        is_dense = a.shape[-2] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux)) and not self._is_batched
+        bind = self._binders.get(kernel) if is_dense else None
         try:
-            launch = bind_launch(kernel, Call(problem, a, b, tuple(aux), ()), (a, b, *aux))
+            if bind is not None:
+                launch: Callable[..., None] | None = bind(a.shape[0])
+            else:  # binding reads M from the operands
+                launch = bind_launch(kernel, Call(self.call.problem, a, b, tuple(aux), ()), (a, b, *aux))
+                if is_dense:
+                    self._binders[kernel] = kernel.bind_any_m(a, b, aux)
         except (KernelError, UnsupportedError) as error:
             warn_refused(kernel, error)
             return None
