@@ -319,6 +319,8 @@ static void prefetch_map(const Map*) {}
 
 static void tma_load(int rank, u32 to, const Map& map, int k, int row, u32 barrier) {
     Block& block = cluster[rank];
+    // TMA fills boxes that reach beyond a matrix slowly. A matrix with fewer rows than a tile may be read so.
+    if (READS_WITHIN && row + map.box_rows > map.rows && map.rows >= BM && map.rows >= BN) std::abort();
     for (unsigned r = 0; r < map.box_rows; ++r)
         for (unsigned c = 0; c < map.box_columns; ++c) {
             const u32 offset = static_cast<u32>((r * map.box_columns + c) * map.element);

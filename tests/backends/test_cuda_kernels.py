@@ -96,6 +96,7 @@ class Emulator:
         path = self._folder / f"{hashlib.sha256(emulated_source.encode()).hexdigest()[:16]}.so"
         path.with_suffix(".cpp").write_text(emulated_source)
         options = ["-std=c++17", "-O1", "-shared", "-fPIC", "-w", f"-DCOUNT={len(source.arguments)}", f"-I{FRAME}"]
+        options.append(f"-DREADS_WITHIN={int(template == 'slab')}")
         subprocess.run([str(CXX), *options, "-o", str(path), str(path.with_suffix(".cpp"))], check=True)
         return path, Header(
             template, 0, source.shared, source.warps, source.arguments, 0, source.descriptors, waits=True,

@@ -103,7 +103,7 @@ class Kernel(ABC):
         a: [M, K] ([batch, M, K] for bmm). b: a Tensor [K, N] (or [batch, K, N]), a QuantWeight for a raw weight-only
         operand, or a PackedWeight when ``packing`` is not None. aux: the epilogue's tensors in the order of its steps;
         each has the shape that its Step's axis implies (broadcasting is already resolved, the last dimension is
-        contiguous). out: [M, N] of ``problem.out_dtype``, row-major, in allocated memory.
+        contiguous). out: [M, N] of ``problem.out_dtype``, row-major, in allocated memory that no operand has a part of.
 
         The caller has validated the operands. ``run`` only checks that the operands that it reads by address have
         memory.

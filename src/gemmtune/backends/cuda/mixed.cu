@@ -61,7 +61,7 @@ mixed(PARAMETERS) {
     arrive_cluster();
     __syncthreads();
     const Tile tile = TileOrder((M + BM - 1) / BM, (N + BN - 1) / BN, K).at(blockIdx.x / SPLIT);
-    const int first_stored = tile.row * BM, m0 = first_row_read(first_stored, M), n0 = tile.column * BN;
+    const int first_stored = tile.row * BM, m0 = first_read(first_stored, M, BM), n0 = tile.column * BN;
     const int steps = (K + STAGE_K - 1) / STAGE_K;
     const int stage_bytes = 2 * 128 * min(BM, M) + B_BYTES;  // as in slab.cu
     const int first = steps * part / SPLIT, last = steps * (part + 1) / SPLIT;

@@ -37,9 +37,11 @@ struct Rows {
     __device__ bool has(int m) const { return (u32)(m - first) < (u32)count; }
 };
 
-// Return the first row that a tile of BM rows reads, where ``first`` is the first that it stores. The last tile of a matrix
-// starts earlier, so that TMA reads no rows beyond M: filling rows with zeros takes TMA longer than reading them.
-__device__ __forceinline__ int first_row_read(int first, int m) { return min(first, max(m - BM, 0)); }
+// Return the first row, or column, that a tile of ``size`` of them reads, where ``first`` is the first that it stores and
+// the matrix has ``count``. The last tile of a matrix starts earlier, so that TMA reads nothing beyond the matrix: filling
+// with zeros takes TMA longer than reading. Columns that the last two tiles share are stored by both, with equal bits: to
+// leave some out takes registers, too many for tiles of 256 columns.
+__device__ __forceinline__ int first_read(int first, int count, int size) { return min(first, max(count - size, 0)); }
 
 struct Tile { int row, column; };
 

@@ -96,6 +96,7 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
     const int end_n = GATED ? N / 2 : N;  // of C's columns
     const int tiles_n = (end_n + WIDE - 1) / WIDE;
     const TileOrder order((M + BM - 1) / BM, (tiles_n + SHARE - 1) / SHARE, K);  // of the tiles of a cluster
+    auto first_column = [&](Tile of_cluster) { return (of_cluster.column * SHARE + rank) * WIDE; };
     const int tiles = order.rows * order.columns, first = blockIdx.x / CLUSTER;
     const int stride = gridDim.x / CLUSTER, steps = (K + CHUNKS * ELEMENTS - 1) / (CHUNKS * ELEMENTS);
     const int from = steps * part / SPLIT, to = steps * (part + 1) / SPLIT;
@@ -129,12 +130,12 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
             };
             if (following & B_EARLY && !together && first < tiles)
                 for (; early_stages < min(EARLY_STAGES, to - from); ++early_stages)
-                    fetch_b(from + early_stages, early_stages, (order.at(first).column * SHARE + rank) * WIDE);
+                    fetch_b(from + early_stages, early_stages, first_read(first_column(order.at(first)), end_n, WIDE));
             pdl_wait();
             for (int tile = first; tile < tiles; tile += stride) {
                 const Tile position = order.at(tile);
-                const int m0 = first_row_read(position.row * BM, M) + rank * A_ROWS;
-                const int n0 = (position.column * SHARE + rank) * WIDE;
+                const int m0 = first_read(position.row * BM, M, BM) + rank * A_ROWS;
+                const int n0 = first_read(first_column(position), end_n, WIDE);
                 for (int step = from; step < to; ++step, next()) {
                     const u32 stage = stages + at * STAGE_BYTES, done = full + 8 * at;
                     if (early_stages > 0) {
@@ -205,8 +206,8 @@ __launch_bounds__(32 * WARPS, 1) slab(PARAMETERS) {
         int round = 0;
         for (int tile = first; tile < tiles; tile += stride) {
             const Tile position = order.at(tile);
-            const int first_stored = position.row * BM, m0 = first_row_read(first_stored, M);
-            const int n0 = (position.column * SHARE + rank) * WIDE;
+            const int first_stored = position.row * BM, m0 = first_read(first_stored, M, BM);
+            const int n0 = first_read(first_column(position), end_n, WIDE);
             const int top = m0 + 64 * group;
             const Rows C{c_ptr, ldc, first_stored, min(M, m0 + BM), end_n};
 #if SECTOR
