@@ -19,8 +19,9 @@ def test_compile_function_binds_values_and_caches_the_code() -> None:
 
 
 def test_function_maker_makes_functions_of_several_values_from_one_source() -> None:
-    make = function_maker("add", ("value",), "def add(a):", "    return a + value + offset", offset=10)
+    lines = ("def add(a):", "    return a + value + double + offset")
+    make = function_maker("add", ("value",), *lines, setup=["double = 2 * value"], offset=10)
     add_1, add_2 = make(1), make(2)
-    assert (add_1(5), add_2(5)) == (16, 17)
+    assert (add_1(5), add_2(5)) == (18, 21)
     assert add_1.__code__ is add_2.__code__
     assert add_1.__globals__ is add_2.__globals__  # nothing but the value is stored for each

@@ -70,10 +70,11 @@ def _check(status: int, action: str) -> None:
 class Function:
     """A kernel of a cubin, loaded for one device. Modules are never unloaded.
 
-    args: the arguments with which each thread launches it. heads: makes what of a launch does not depend on addresses.
-    pdl: whether the kernel may begin before the preceding kernel has ended (programmatic dependent launch).
-    early_trigger_blocks: the largest grid whose kernels let the next one begin early; 0 without PDL. multiprocessors:
-    those of the device.
+    args: the arguments with which each thread launches it. pack_head: returns what of a launch does not depend on
+    addresses, the bytes of the LaunchArgs' memory, from the grid's two sizes, ``fixed_head`` and the values of all
+    arguments (0 for addresses and descriptors). pdl: whether the kernel may begin before the preceding kernel has ended
+    (programmatic dependent launch). early_trigger_blocks: the largest grid whose kernels let the next one begin early;
+    0 without PDL. multiprocessors: those of the device.
     """
 
     def __init__(self, header: Header, cubin: bytes, device: int) -> None:
@@ -85,7 +86,9 @@ class Function:
             self.pdl = self._supports_pdl()
             self.multiprocessors = int(torch.cuda.get_device_properties(device).multi_processor_count)
             self.early_trigger_blocks = self._configure(device)
-        self.args, self.heads = LaunchArgs(self), LaunchHeads(self)
+        self.args = LaunchArgs(self)
+        self.pack_head = struct.Struct(f"{_CONFIG_FORMAT}{len(header.arguments)}Q").pack
+        self.fixed_head = (1, self.threads, 1, 1, self.shared, 0, ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE), 0)
 
     def _load(self, cubin: bytes) -> int:
         """Load the cubin and return the kernel's handle."""
@@ -198,19 +201,6 @@ def alloc_zeroed(size: int) -> int:
     return int(address.value or 0)
 
 
-class LaunchHeads:
-    """Makes what of a function's launches does not depend on addresses: the contents of ``LaunchArgs.prepared``'s
-    memory.
-
-    pack: a function of the grid's two sizes, ``block``, and the values of all arguments, to these bytes; the values of
-    addresses and descriptors are 0, as is the stream. block: what of a launch is the same for all.
-    """
-
-    def __init__(self, function: Function) -> None:
-        self.pack = struct.Struct(f"{_CONFIG_FORMAT}{len(function.header.arguments)}Q").pack
-        self.block = (1, function.threads, 1, 1, function.shared, 0, ctypes.addressof(_PDL_LAUNCH_ATTRIBUTE), 0)
-
-
 class CaptureState(NamedTuple):
     """The state of a stream's capture into a CUDA graph. id: the unique number of the capture (0: the stream is not
     being captured). dependencies: the graph nodes that the stream's next node will depend on."""
@@ -288,10 +278,10 @@ def _follows_inductor(position: CaptureState) -> bool:
 class LaunchArgs(threading.local):
     """The grid and the arguments with which a thread launches a function; every thread has its own.
 
-    prepared: a tuple of memory (to whose whole a launch assigns the bytes of ``LaunchHeads.of``), slots (the arguments,
-    8 bytes each, for addresses), config (whose ``stream`` the launch sets), launch (a function that launches the kernel
-    and returns CUDA's status; pass a status other than 0 to ``Function.retry_or_raise``), and parameters (the array of
-    the arguments' addresses, into which the launch writes the addresses of descriptors).
+    prepared: a tuple of memory (all of which a launch replaces by the bytes of ``Function.pack_head``), slots (the
+    arguments in it, 8 bytes each, for addresses), config (whose ``stream`` the launch sets), launch (a function that
+    launches the kernel and returns CUDA's status; pass a status other than 0 to ``Function.retry_or_raise``), and
+    parameters (the array of the arguments' addresses, into which the launch writes the addresses of descriptors).
     """
 
     def __init__(self, function: Function) -> None:

@@ -261,7 +261,8 @@ class GpuKernel(AnyBatch, Kernel):
     def _launch_maker(
         self, function: Function, pdl: bool, names: Sequence[str], sizes: Sequence[str], device: int
     ) -> Callable[..., Launch]:
-        """Return a function that makes launches, of what differs between them. sizes: names of these."""
+        """Return a function that makes the launches of a function for all M. names: as for ``_make_launch``. sizes: the
+        names of what it has there."""
         plan, arguments = self._launch_plan(function, device), self.header.arguments
         extra_parameters = "".join(f", {name}" for name in names)
         reads_capture = pdl or self._shares_tiles
@@ -305,11 +306,11 @@ class GpuKernel(AnyBatch, Kernel):
             f"    status = {'args.launch_captured(stream, b, out) if captured else go()' if pdl else 'go()'}",
             "    if status:",
             "        function.retry_or_raise(status, go)",
-            setup=[*setup, f"head = pack(grid_x, grid_y, *block, {packed})"],
+            setup=[*setup, f"head = pack_head(grid_x, grid_y, *fixed_head, {packed})"],
             args=function.args, function=function, require=require_kernel_operands, stream_of=torch_compat.stream_of,
             capturing=torch_compat.is_capturing, capture_of=CaptureState.of, alloc_workspace=alloc_workspace,
-            locks=semaphores_of(device) if self._shares_tiles else None, pack=function.heads.pack,
-            block=function.heads.block, device=device, **plan.names,
+            locks=semaphores_of(device) if self._shares_tiles else None, device=device,
+            pack_head=function.pack_head, fixed_head=function.fixed_head, **plan.names,
         )  # fmt: skip
 
     def _too_large(self, m: int) -> str:

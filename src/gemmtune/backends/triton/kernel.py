@@ -57,7 +57,8 @@ class Converted(Persistent):
 
     def _converter(self, device: int) -> Callable[[int, int], Tensor]:
         function, size = self._convert(device), self.workspace_bytes
-        head = function.heads.pack(-(-self._count // CONVERTED_ITEMS), 1, *function.heads.block, 0, 0, self._count)
+        grid = -(-self._count // CONVERTED_ITEMS)
+        head = function.pack_head(grid, 1, *function.fixed_head, 0, 0, self._count)
 
         def convert(address: int, stream: int) -> Tensor:
             workspace = alloc_workspace(size)
