@@ -55,6 +55,21 @@ def test_least_time_of_the_plain_op_counts_the_next_scanned_m_on_either_side() -
     assert (both.plain_at_least(100, 100), both.plain_at_least(200, 200)) == (5.0, 3.5)  # the least of the two
 
 
+def test_plain_op_may_be_faster_between_scanned_m_where_its_times_are_erratic() -> None:
+    sizes = range(10, 200, 10)
+    erratic = scanned({m: 10.0 if m % 20 else 12.0 for m in sizes})
+    assert erratic.plain_uncertainty(100, 100) == pytest.approx(math.log(1.2) / 2)
+    assert erratic.plain_uncertainty(95, 134) == pytest.approx(math.log(1.2) / 2)
+    for calm in (
+        {m: 10.0 + m / 100 for m in sizes},  # grows
+        {m: 10.0 if m < 100 else 15.0 for m in sizes},  # one step
+        {m: 10.0 if m % 20 else 10.7 for m in sizes},  # as much as noise and tiles make of it
+        {m: 10.0 if m % 20 else 12.0 for m in sizes if m <= 40},  # too few to tell
+        {m: 10.0 if m % 100 else 12.0 for m in range(50, 500, 50)},  # too far apart
+    ):
+        assert scanned(calm).plain_uncertainty(20, 20) == scanned(calm).plain_uncertainty(100, 110) == 0.0
+
+
 def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end() -> None:
     curves = scanned({120: 3.0, 180: 2.0})
     assert curves.plain_at_least(130, 140) is None

@@ -94,6 +94,17 @@ def test_plain_op_serves_between_m_that_a_kernel_serves_where_the_scan_is_faster
     assert found[1].last - found[1].first < 2 * intervals.GRID + 11
 
 
+@pytest.mark.parametrize("low_s", [10.2, 10.8, 11.2])
+def test_plain_op_serves_where_its_scan_is_erratic_and_near_a_kernels_time(low_s: float) -> None:
+    """Between M at which the plain op takes 13.2 and ``low_s``, by turns, it may take less than ``low_s``."""
+    scan = {m: low_s if m // 16 % 2 else 13.2 for m in range(321, 512, 16)}
+    found = intervals.intervals(scanned_curves(10.0, 12.0, scan), {320: "k", 512: "k", 600: "k"})
+    assert serving_at(found, 410) == ("k" if low_s > 11.0 else PLAIN)
+    calm = dict.fromkeys(range(321, 512, 16), low_s)
+    found = intervals.intervals(scanned_curves(10.0, 12.0, calm), {320: "k", 512: "k", 600: "k"})
+    assert serving_at(found, 410) == "k"
+
+
 def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it() -> None:
     scan = {m: 9.0 if m <= 400 else 12.0 for m in range(257, 512)}
     times = {"k": dict.fromkeys((256, 512), 10.0), PLAIN: dict.fromkeys((256, 512), 12.0)}

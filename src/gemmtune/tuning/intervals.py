@@ -91,13 +91,15 @@ def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int) -> bo
 
     Where the plain op was scanned, it is if it is faster than the least time there by ``MARGIN``: in a replay of 34
     plans for bfloat16, fp8 and int8 weights (2,888 measured M, each by those beside it; a script that was not kept) 0,
-    0.01 and 0.03 lose 2.2%, 2.3% and 2.6% in the mean, and take more than 1.02 of ATen's time at 41, 37 and 30 M.
+    0.01 and 0.03 lose 2.2%, 2.3% and 2.6% in the mean, and take more than 1.02 of ATen's time at 41, 37 and 30 M; by
+    more where the plain op's times are erratic (``Curves.plain_uncertainty``).
     Elsewhere by ``_BESIDE``. There, a kernel that is faster at ``a`` takes as long as there where its estimates are
     equal: with as many waves of tiles.
     """
     if (plain_s := curves.plain_at_least(m, last)) is not None:
         seconds = max(curves.expected(name, m) or math.inf, curves.expected(name, last) or math.inf)
-        return seconds + curves.overhead_s <= (1.0 - MARGIN) * plain_s
+        margin = max(MARGIN, curves.plain_uncertainty(m, last))
+        return seconds + curves.overhead_s <= (1.0 - margin) * plain_s
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     if a in times and curves.usable(name, a) < math.inf:
         is_same = curves.uncorrected_s(name, last) == curves.uncorrected_s(name, a)
@@ -123,8 +125,10 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
         return first
     plain_b = plain[b]
     least_s = min(plain[a], plain_b)
+    is_scanned = curves.plain_at_least(first, end) is not None
+    margin = max(margin, curves.plain_uncertainty(first, end)) if is_scanned else margin
     seconds = (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
-    if curves.plain_at_least(first, end) is not None:
+    if is_scanned:
         faster = (m for m in range(end - 1, first - 1, -1) if seconds > (curves.plain_at_least(m, m) or math.inf))
         return next(faster, first - 1) + 1
     if seconds <= least_s or seconds == math.inf:
