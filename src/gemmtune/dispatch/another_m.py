@@ -7,7 +7,7 @@ than the Plan's kernel for its M, and a function that launches the kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -28,7 +28,7 @@ from .guards import make_guard_of_any_size
 from .plan_kernels import PlanKernels
 from .profiling import run_profiled
 from .runtime import RUNTIME
-from .specialize import FunctionalFn, TorchFunction, raw_reader, specialize, specialize_any_m
+from .specialize import FunctionalFn, FunctionOfM, TorchFunction, raw_reader, specialize, specialize_any_m
 
 
 class DescribedCall:
@@ -48,8 +48,8 @@ class DescribedCall:
         self._kernels, self._torch_function, self._needs_grad = kernels, torch_function, needs_grad
         self._has_out, self._raw, self._forms, self._columns = has_out, raw, forms, call.shape[-1]
         self._kind, self._read_raw = devices.get(args[0].device.type), raw_reader(raw, len(args)) if raw else None
-        # By kernel, None: PyTorch's function: from M and the result's shape to what serves; None where there is none.
-        self._makers: dict[Kernel | None, Callable[[int, tuple[int, ...]], FunctionalFn] | None] = {}
+        # What serves, by the kernel (None: PyTorch's function), as a function of M; None where more than M is needed.
+        self._functions: dict[Kernel | None, FunctionOfM | None] = {}
         self._aux = range(len(args) - has_out - len(call.aux), len(args) - has_out)
         axes = [step.axis for step in call.problem.epilogue if step.takes_tensor]
         # For each of the args: how many of its first dimensions depend on M.
@@ -98,37 +98,35 @@ class DescribedCall:
                 return None
         if self._raw:
             args = (a, getattr(args[1], self._raw), *args[2:])
-        run = self._made(m, args, kernel) or self._specialized(m, args, kernel)
+        run = self._function_of_m(m, args, kernel) or self._specialized(m, args, kernel)
         return run if self._read_raw is None else self._read_raw(run)
 
-    def _made(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionalFn | None:
-        """Return the function that serves args by a function that makes those of all M; None where there is none."""
+    def _function_of_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionalFn | None:
+        """Return the function that serves M, from ``_functions``; None where that does not have it."""
         if self._has_out:
             return None
-        if kernel not in self._makers:
-            self._makers[kernel] = self._maker(m, args, kernel)
-        make = self._makers[kernel]
+        if kernel not in self._functions:
+            self._functions[kernel] = self._specialized_any_m(m, args, kernel)
+        function = self._functions[kernel]
         try:
-            return None if make is None else make(m, (*args[0].shape[:-1], self._columns))
+            return None if function is None else function(m, (*args[0].shape[:-1], self._columns))
         except (KernelError, UnsupportedError):  # the kernel does not take this M
             return None
 
-    def _maker(
-        self, m: int, args: Sequence[Any], kernel: Kernel | None
-    ) -> Callable[[int, tuple[int, ...]], FunctionalFn] | None:
-        function, plain = self._torch_function, self._run_plainly
-        if function is not None and not self._is_packed:
-            plain = function.functional
+    def _specialized_any_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionOfM | None:
+        """Return what ``_functions`` has for a kernel. args: have this M."""
+        torch_function, plain, backward = self._torch_function, self._run_plainly, None
+        if torch_function is not None and not self._is_packed:
+            plain, backward = torch_function.functional, torch_function.backward
         if kernel is None:
-            return None if plain == self._run_plainly else lambda m, shape: plain
+            return None if torch_function is None else lambda m, shape: plain
         try:
-            make = specialize_any_m(self._call(m, args, self._problem), args, kernel, plain)
+            function = specialize_any_m(self._call(m, args, self._problem), args, kernel, plain)
         except (KernelError, UnsupportedError):  # the kernel does not take this M
             return None
-        backward = None if function is None else function.backward
-        if make is None or backward is None or not self._needs_grad:
-            return make
-        return lambda m, shape: partial(backward, make(m, shape))
+        if function is None or backward is None or not self._needs_grad:
+            return function
+        return lambda m, shape: partial(backward, function(m, shape))
 
     def _run_plainly(self, *args: Any) -> Tensor:
         """Compute by plain PyTorch, which is specialised in every call: for calls of which few go here."""

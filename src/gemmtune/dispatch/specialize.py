@@ -32,6 +32,7 @@ FunctionalFn = Callable[..., Tensor]  # of args
 OutFn = Callable[..., object]  # of out and args
 ArgAdapter = Callable[..., tuple[Tensor, Any, Sequence[Tensor]]]
 FallbackFn = Callable[..., Tensor]  # of an error and args
+FunctionOfM = Callable[[int, tuple[int, ...]], FunctionalFn]  # of M and the shape of the result
 
 # What a GPU kernel raises before any of its results is written: its memory cannot be allocated, its library has no
 # algorithm, or the driver refuses the launch. PyTorch's own op needs none of these.
@@ -93,7 +94,7 @@ def _kernel_variants(
     if launch is None:
         return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt) if has_out else None
     empty = _allocator(call, call.shape, _needs_device_guard(kernel, call.a.device))
-    functional = functional_maker(kernel, call, count, fallback)(launch, empty)
+    functional = launch_functional_maker(kernel, call, count, fallback)(launch, empty)
     return functional, launch_out(launch, kernel, call, count) if has_out else None
 
 
@@ -183,18 +184,19 @@ def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | Non
     return launch if are_views else None
 
 
-def specialize_any_m(
-    call: Call, args: Sequence[Any], kernel: Kernel, plain: FunctionalFn
-) -> Callable[[int, tuple[int, ...]], FunctionalFn] | None:
-    """Return a function from M, and the shape of the result, to what serves args that differ from a Call's in M only;
-    None where that depends on more. It raises KernelError and UnsupportedError where the kernel does not take an M.
+def specialize_any_m(call: Call, args: Sequence[Any], kernel: Kernel, plain: FunctionalFn) -> FunctionOfM | None:
+    """Return what ``specialize`` does, as a function of M, for args that differ from a Call's in M only; None where it
+    depends on more than M. The result raises KernelError and UnsupportedError where the kernel does not take an M.
 
     plain: computes args with any M where a launch is refused. Where tensors of aux depend on M, M is not 1.
     """
     fallback, dtype, device = partial(_after_refusal, kernel, plain), dtype_of(call.problem.out_dtype), call.a.device
     kind = devices.get(device.type)
     if bind_launch(kernel, call, args) is not None:
-        bind, make = kernel.bind_any_m(call.a, call.b, call.aux), functional_maker(kernel, call, len(args), fallback)
+        bind, make = (
+            kernel.bind_any_m(call.a, call.b, call.aux),
+            launch_functional_maker(kernel, call, len(args), fallback),
+        )
         if bind is None:
             return None
         # The device is the current one when the output is allocated: ``make`` switches to it where there are several.
@@ -214,7 +216,7 @@ def specialize_any_m(
     return make_for
 
 
-def functional_maker(
+def launch_functional_maker(
     kernel: Kernel, call: Call, count: int, fallback: FallbackFn
 ) -> Callable[[Launch, Callable[[], Tensor]], FunctionalFn]:
     """Return a function from a launch, and what allocates its output, to a function of ``count`` args that calls them.
@@ -275,7 +277,7 @@ def _names(count: int) -> list[str]:
 def run_functional(kernel: Kernel, call: Call, adapt: ArgAdapter, fallback: FallbackFn) -> FunctionalFn:
     """Return the functional variant that calls ``Kernel.run`` (``Kernel.functional`` where the kernel has its own).
 
-    fallback: as for ``functional_maker``.
+    fallback: as for ``launch_functional_maker``.
     """
     kernel_shape, device = _kernel_shape(call), call.a.device
     shape = None if call.shape == kernel_shape else call.shape
@@ -300,7 +302,7 @@ def _allocate_and_run(
     shape: tuple[int, ...] | None,
 ) -> FunctionalFn:  # fmt: skip
     """Return a function of args that allocates the output, calls ``run`` and returns the output, viewed in ``shape``
-    (None: as it is). fallback: as for ``functional_maker``."""
+    (None: as it is). fallback: as for ``launch_functional_maker``."""
 
     def allocate_and_run(*args: Any) -> Tensor:
         out = empty()
@@ -330,7 +332,7 @@ def bound_out(
     """Return a function of ``count`` args and out that writes and returns out.
 
     write: the out variant; where it is None, or out shares memory with an arg, out is a copy of ``functional``'s
-    result. fallback: as for ``functional_maker``. counted: whether ``write`` bumps out's version counter itself.
+    result. fallback: as for ``launch_functional_maker``. counted: whether ``write`` bumps out's version counter itself.
     """
     if write is None:
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..backends.aten.norm import normalize_rows_by_kernel
 from ..backends.aten.steps import apply_steps, dtype_of
-from ..backends.base import CAPTURE_FACTS, Kernel
+from ..backends.base import CAPTURE_FACTS, Kernel, Launch
 from ..backends.triton.pointwise import pointwise_of
 from ..core import devices
 from ..core.call import Call
@@ -63,7 +63,7 @@ class CallSite:
         # What serves all M: the layouts, the best first, and by layout (None: the raw weight) the kernels of its plan.
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
-        self._binders: dict[Kernel, Callable[[int], Callable[..., None]] | None] = {}  # Kernel.bind_any_m
+        self._binders: dict[Kernel, Callable[[int], Launch] | None] = {}  # what Kernel.bind_any_m returned
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
@@ -298,15 +298,15 @@ class CallSite:
         if not isinstance(b, Tensor | PackedWeight):
             return None
         # Where all tensors that depend on M are dense, M alone tells the launch. With one row it does not.
-        is_dense = a.shape[-2] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux)) and not self._is_batched
-        bind = self._binders.get(kernel) if is_dense else None
+        is_dense = not self._is_batched and a.shape[0] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux))
+        if is_dense and kernel not in self._binders:
+            self._binders[kernel] = kernel.bind_any_m(a, b, aux)
+        bind = self._binders[kernel] if is_dense else None
+        problem = self.call.problem  # binding reads M from the operands
         try:
-            if bind is not None:
-                launch: Callable[..., None] | None = bind(a.shape[0])
-            else:  # binding reads M from the operands
-                launch = bind_launch(kernel, Call(self.call.problem, a, b, tuple(aux), ()), (a, b, *aux))
-                if is_dense:
-                    self._binders[kernel] = kernel.bind_any_m(a, b, aux)
+            launch = (
+                bind(a.shape[0]) if bind else bind_launch(kernel, Call(problem, a, b, tuple(aux), ()), (a, b, *aux))
+            )
         except (KernelError, UnsupportedError) as error:
             warn_refused(kernel, error)
             return None

@@ -65,7 +65,8 @@ def _starts_between(
 
 def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b: int) -> list[tuple[int, str]]:
     """Return the starts of runs between the measured M ``a``, which ``left`` serves, and ``b``: of the kernels that are
-    expected to be the fastest, among those that take no longer than ATen's plain op."""
+    expected to be the fastest, among those that take no longer than ATen's plain op. Where that op's times are erratic,
+    a kernel must be faster by as much as the op may be (``Curves.plain_uncertainty``)."""
     starts, current = list[tuple[int, str]](), left
     steps = {GRID, *(curves.steps.get(name, GRID) for name in chosen)} - {1}
     firsts = {m for rows in steps for m in range(rows * (a // rows + 1) + 1, b, rows)}  # of a row of tiles
@@ -73,9 +74,10 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
         firsts |= {m for full in range(TILE * (a // TILE + 1), b, TILE) for m in (full, full + 1)}
     blocks = sorted({a + 1, *firsts} - {b})
     for m, after in itertools.pairwise([*blocks, b]):
+        margin = max(MARGIN, curves.plain_uncertainty(m, after - 1))
         options = {
             name: s for name in chosen
-            if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m, after - 1)
+            if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m, after - 1, margin)
         }  # fmt: skip
         fastest = min(options, key=lambda name: options[name], default=curves.plain or left)
         if current not in options or options[current] > (1.0 + _EXPECTED_GAIN) * options[fastest]:
@@ -85,20 +87,18 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
     return starts
 
 
-def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int) -> bool:
+def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int, margin: float = MARGIN) -> bool:
     """Return whether a kernel is faster than ATen's plain op from ``m`` to ``last``, between two neighboring measured
     M.
 
-    Where the plain op was scanned, it is if it is faster than the least time there by ``MARGIN``: in a replay of 34
+    Where the plain op was scanned, it is if it is faster than the least time there by ``margin``: in a replay of 34
     plans for bfloat16, fp8 and int8 weights (2,888 measured M, each by those beside it; a script that was not kept) 0,
-    0.01 and 0.03 lose 2.2%, 2.3% and 2.6% in the mean, and take more than 1.02 of ATen's time at 41, 37 and 30 M; by
-    more where the plain op's times are erratic (``Curves.plain_uncertainty``).
+    0.01 and 0.03 lose 2.2%, 2.3% and 2.6% in the mean, and take more than 1.02 of ATen's time at 41, 37 and 30 M.
     Elsewhere by ``_BESIDE``. There, a kernel that is faster at ``a`` takes as long as there where its estimates are
     equal: with as many waves of tiles.
     """
     if (plain_s := curves.plain_at_least(m, last)) is not None:
         seconds = max(curves.expected(name, m) or math.inf, curves.expected(name, last) or math.inf)
-        margin = max(MARGIN, curves.plain_uncertainty(m, last))
         return seconds + curves.overhead_s <= (1.0 - margin) * plain_s
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     if a in times and curves.usable(name, a) < math.inf:

@@ -145,7 +145,7 @@ class GpuKernel(AnyBatch, Kernel):
         self.packing = self.layout_of(problem, candidate)
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
-        self._makers: dict[Any, Callable[..., Launch]] = {}
+        self._makers: dict[Any, Callable[..., Launch]] = {}  # from what differs between launches to a launch
         self._checked_m = 0  # the largest M that is known to fit
         self._tiles_n = -(-problem.n // self._bn)
         is_fixed = problem.a.layout.order == problem.out.order == "row"
@@ -261,8 +261,8 @@ class GpuKernel(AnyBatch, Kernel):
     def _launch_maker(
         self, function: Function, pdl: bool, names: Sequence[str], sizes: Sequence[str], device: int
     ) -> Callable[..., Launch]:
-        """Return a function that makes the launches of a function for all M. names: as for ``_make_launch``. sizes: the
-        names of what it has there."""
+        """Return a function that makes the launches of a function. It takes the kernel, M, ``misaligned`` and the
+        values of ``sizes``, as ``_make_launch`` has them. pdl: whether launches may use PDL. sizes: their names."""
         plan, arguments = self._launch_plan(function, device), self.header.arguments
         extra_parameters = "".join(f", {name}" for name in names)
         reads_capture = pdl or self._shares_tiles
