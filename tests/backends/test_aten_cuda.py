@@ -15,6 +15,7 @@ from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
 from gemmtune.backends.aten.cuda_narrow import levels
 from gemmtune.backends.aten.padding import as_rows, int_product, padded, scaled_product
 from gemmtune.backends.base import Artifact, Kernel, Rounding
+from gemmtune.backends.cublaslt import choice
 from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.epilogue import Step, epilogue_key
 from gemmtune.core.problem import Layout, Operand, Problem
@@ -465,6 +466,35 @@ def test_torch_flags_are_kept_only_where_plain_pytorch_runs_the_op_and_after_the
         kernel.keep_torch_flags()
     assert seen == [False, keeps]
     assert flags.allow_bf16_reduced_precision_reduction
+
+
+NORM, GELU = Step("rms_norm", "inner", "bfloat16", value=1e-5), Step("gelu")
+
+
+@pytest.mark.parametrize(("problem", "name", "product"), [
+    (BFLOAT16, "aten/mm", BFLOAT16),
+    (with_steps(BFLOAT16, BIAS), "aten/mm", with_steps(BFLOAT16, BIAS)),
+    (with_steps(BFLOAT16, NORM, BIAS, GELU), "aten/mm_rounded", with_steps(BFLOAT16, BIAS)),
+    (with_steps(BFLOAT16, Step("swiglu")), "aten/mm_rounded", BFLOAT16),
+    (int_problem(32, 64, 64), "aten/int_mm", int_problem(32, 64, 64)),
+    (fp8_problem(32, 64, 64), "aten/scaled_mm", fp8_problem(32, 64, 64)),
+    (with_steps(weight_only_problem(16, 64, 64), GELU), "aten/upcast_rounded",
+     replace(BFLOAT16, b=Operand("bfloat16", Layout("col")))),
+    (BFLOAT16, "aten/mm_t", None),  # not the op that PyTorch runs
+    (with_steps(BFLOAT16, GELU), "aten/mm_wide", None),
+])  # fmt: skip
+def test_library_chooses_an_algorithm_for_the_product_of_the_op_that_pytorch_runs(
+    problem: Problem, name: str, product: Problem | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = list[tuple[Problem, int]]()
+
+    def chosen(problem: Problem, m: int) -> str:
+        asked.append((problem, m))
+        return f"algorithm for {m}"
+
+    monkeypatch.setattr(choice, "chosen_algorithm", chosen)
+    assert load(problem, name).library_algorithm(48) == ("" if product is None else "algorithm for 48")
+    assert asked == ([] if product is None else [(product, 48)])
 
 
 @pytest.mark.parametrize("m", [1, 9, 16, 17, 40])

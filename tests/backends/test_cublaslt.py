@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from gemmtune.backends.base import Artifact, Kernel
-from gemmtune.backends.cublaslt import CublasLtBackend, library
+from gemmtune.backends.cublaslt import CublasLtBackend, choice, library
+from gemmtune.backends.cublaslt.choice import chosen_algorithm
 from gemmtune.backends.cublaslt.product import describe_product
 from gemmtune.backends.gpu import any_batch
 from gemmtune.core.candidate import Candidate
@@ -195,6 +196,36 @@ def test_heuristic_gets_the_workspace_and_alignment_preferences(blas: FakeBlas) 
     """The preferences are 32 MB of workspace, operands aligned to 16 bytes, and split-K sums in float32."""
     load(PROBLEMS["bf16"])
     assert blas.preferences[0].attributes == {1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16}
+
+
+@pytest.mark.parametrize("name", ["bf16", "fp8, rows and columns", "int8"])
+def test_chosen_algorithm_is_the_first_that_is_ranked_for_m(blas: FakeBlas, name: str) -> None:
+    """The fake library's algorithms are its ranks, for the M that it was asked for."""
+    choice._operation_of.cache_clear()
+    names = {m: chosen_algorithm(PROBLEMS[name], m) for m in (16, 17, 800)}
+    assert names == {m: f"0-{m:x}-0-0-0-0-0-0" for m in names}
+    assert chosen_algorithm(PROBLEMS[name].with_m(3), 17) == names[17]
+    assert all(
+        preference.attributes == {1: 32 << 20, 3: 2, 5: 16, 6: 16, 7: 16, 8: 16} for preference in blas.preferences
+    )
+
+
+def test_no_algorithm_is_chosen_where_the_library_has_none(blas: FakeBlas) -> None:
+    choice._operation_of.cache_clear()
+    assert chosen_algorithm(build(16, 64, 96, "int4wo"), 16) == ""
+    blas.statuses = [7]
+    assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
+    blas.count = 0
+    assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
+
+
+def test_no_algorithm_is_chosen_without_the_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing() -> None:
+        raise UnsupportedError("cuBLASLt was not found")
+
+    choice._operation_of.cache_clear()
+    monkeypatch.setattr(library, "library", missing)
+    assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
 
 
 # --- launching ------------------------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ class FakeWorker:
 
     timing_s: seconds that timing one kernel at one M takes. timed: the ids that were timed, by M, request by request.
     verified: the M at which each kernel was verified. dims: of all requests. stalls: what the next timing of a kernel
-    at an M is multiplied with.
+    at an M is multiplied with. algorithms: names an algorithm of a library at each M.
     """
 
     def __init__(
@@ -136,6 +136,7 @@ class FakeWorker:
         self.stalls: dict[tuple[str, int], float] = {}
         self.losses = 0
         self.dims: set[Dim] = set()
+        self.algorithms: Callable[[int], str] = lambda m: ""
 
     def open(self, problem: Problem, seed: int) -> None:
         self.opened.append(problem)
@@ -189,6 +190,10 @@ class FakeWorker:
                 return SizesVerified(Verdict("wrong", f"M = {m}: an element is off", 9.0), m)
             self.verified.setdefault(kernel.id, []).append(m)
         return SizesVerified(Verdict("within_bound", worst=0.25))
+
+    def library_algorithms(self, item: SizedCandidate, sizes: Sequence[int]) -> dict[int, str]:
+        assert Candidate.from_dict(item.candidate).id == PLAIN.id
+        return {m: name for m in sizes if (name := self.algorithms(m))}
 
 
 def serving_kernels(plan: TunedPlan) -> set[str]:

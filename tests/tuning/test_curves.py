@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.tuning.curves import IRREGULAR, Curves, irregular, point_weights
+from gemmtune.tuning.plain_times import LibraryAlgorithms, sizes_to_ask
 from helpers.curves import PLAIN, sample_curves, simulated_curves, staircase, wave_curves, waves
 
 
@@ -39,46 +40,22 @@ def test_kernel_with_as_many_waves_as_at_a_neighbor_takes_as_long_as_there() -> 
 # --- the plain op's scan
 
 
-def scanned(scan: dict[int, float]) -> Curves:
-    return Curves(1, 512, {PLAIN: {100: 5.0, 200: 4.0}}, PLAIN, scan=scan)
+def test_times_of_the_plain_op_are_the_least_of_those_that_were_measured_and_scanned() -> None:
+    curves = Curves(1, 512, {PLAIN: {100: 5.0, 120: 4.0}}, PLAIN, scan={100: 7.0, 120: 3.5})
+    assert (curves.plain_times.at_least(100, 100), curves.plain_times.at_least(120, 120)) == (5.0, 3.5)
+    assert curves.without([PLAIN]).plain_times.at_least(120, 120) is None  # it cannot serve
+    assert replace(curves, scan={}).plain_times.at_least(120, 120) is None  # it was not scanned
+    chosen = replace(curves, algorithms=LibraryAlgorithms(dict.fromkeys(sizes_to_ask(96, 120), "a")))
+    assert chosen.plain_times.at_least(110, 110) == 3.5
 
 
-def test_least_time_of_the_plain_op_counts_the_next_scanned_m_on_either_side() -> None:
-    curves = scanned({120: 3.0, 140: 6.0, 160: 7.0, 180: 2.0})
-    assert curves.plain_at_least(140, 160) == 6.0
-    assert curves.plain_at_least(141, 150) == 6.0
-    assert curves.plain_at_least(139, 150) == 3.0  # 120 is next to it
-    assert curves.plain_at_least(150, 161) == 2.0
-    assert curves.plain_at_least(190, 200) == 2.0  # 200 was measured
-    assert curves.plain_at_least(200, 200) == 4.0
-    both = scanned({100: 7.0, 200: 3.5})
-    assert (both.plain_at_least(100, 100), both.plain_at_least(200, 200)) == (5.0, 3.5)  # the least of the two
-
-
-def test_plain_op_may_be_faster_between_scanned_m_where_its_times_are_erratic() -> None:
-    sizes = range(10, 200, 10)
-    erratic = scanned({m: 10.0 if m % 20 else 12.0 for m in sizes})
-    assert erratic.plain_uncertainty(100, 100) == pytest.approx(math.log(1.2) / 2)
-    assert erratic.plain_uncertainty(95, 134) == pytest.approx(math.log(1.2) / 2)
-    for calm in (
-        {m: 10.0 + m / 100 for m in sizes},  # grows
-        {m: 10.0 if m < 100 else 15.0 for m in sizes},  # one step
-        {m: 10.0 if m % 20 else 10.7 for m in sizes},  # as much as noise and tiles make of it
-        {m: 10.0 if m % 20 else 12.0 for m in sizes if m <= 40},  # too few to tell
-        {m: 10.0 if m % 100 else 12.0 for m in range(50, 500, 50)},  # too far apart
-    ):
-        assert scanned(calm).plain_uncertainty(20, 20) == scanned(calm).plain_uncertainty(100, 110) == 0.0
-
-
-def test_nothing_is_known_of_the_plain_op_where_scanned_m_are_far_apart_or_end() -> None:
-    curves = scanned({120: 3.0, 180: 2.0})
-    assert curves.plain_at_least(130, 140) is None
-    assert curves.plain_at_least(100, 180) is None
-    assert curves.plain_at_least(185, 190) == 2.0
-    assert curves.plain_at_least(190, 201) is None
-    assert curves.plain_at_least(99, 100) is None
-    assert scanned({}).plain_at_least(100, 100) is None
-    assert curves.without([PLAIN]).plain_at_least(180, 180) is None  # it cannot serve
+def test_kernel_without_an_estimate_takes_at_most_as_long_as_at_the_next_larger_m() -> None:
+    curves = wave_curves({"k": 16}, (100, 128))
+    assert curves.expected_or_most("k", 110) == curves.expected("k", 110)
+    without = replace(curves, estimated_s=lambda name, m: None)
+    assert without.expected_or_most("k", 110) == curves.times["k"][128]
+    assert without.expected_or_most("k", 129) == math.inf
+    assert replace(without, times={"k": {100: 9.0, 128: 8.0}}).expected_or_most("k", 110) == 9.0  # it is irregular
 
 
 def test_kernel_with_the_plain_ops_product_takes_a_share_of_its_time_that_changes_steadily() -> None:

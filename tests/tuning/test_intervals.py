@@ -12,8 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gemmtune.core.tuned_plan import PlanInterval
-from gemmtune.tuning import intervals
+from gemmtune.tuning import intervals, plain_scan
 from gemmtune.tuning.curves import Curves
+from gemmtune.tuning.plain_times import LibraryAlgorithms, sizes_to_ask
 from helpers.curves import (
     LAST,
     PLAIN,
@@ -94,17 +95,6 @@ def test_plain_op_serves_between_m_that_a_kernel_serves_where_the_scan_is_faster
     assert found[1].last - found[1].first < 2 * intervals.GRID + 11
 
 
-@pytest.mark.parametrize("low_s", [10.2, 10.8, 11.2])
-def test_plain_op_serves_where_its_scan_is_erratic_and_near_a_kernels_time(low_s: float) -> None:
-    """Between M at which the plain op takes 13.2 and ``low_s``, by turns, it may take less than ``low_s``."""
-    scan = {m: low_s if m // 16 % 2 else 13.2 for m in range(321, 512, 16)}
-    found = intervals.intervals(scanned_curves(10.0, 12.0, scan), {320: "k", 512: "k", 600: "k"})
-    assert serving_at(found, 410) == ("k" if low_s > 11.0 else PLAIN)
-    calm = dict.fromkeys(range(321, 512, 16), low_s)
-    found = intervals.intervals(scanned_curves(10.0, 12.0, calm), {320: "k", 512: "k", 600: "k"})
-    assert serving_at(found, 410) == "k"
-
-
 def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it() -> None:
     scan = {m: 9.0 if m <= 400 else 12.0 for m in range(257, 512)}
     times = {"k": dict.fromkeys((256, 512), 10.0), PLAIN: dict.fromkeys((256, 512), 12.0)}
@@ -113,6 +103,33 @@ def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it()
     assert [(part.first, part.last, part.kernel) for part in found] == [
         (256, 256, "k"), (257, 400, PLAIN), (401, 512, "k"),
     ]  # fmt: skip
+
+
+def algorithm_curves(kernel_s: float, eights_s: float, others_s: float) -> Curves:
+    """Return curves of a kernel without estimates, and of a plain op that was scanned from M = 256 to 512, and whose
+    library chooses an algorithm of its own at multiples of 8."""
+    algorithms = LibraryAlgorithms({m: "eights" if m % 8 == 0 else "others" for m in sizes_to_ask(256, 512)})
+    scan = {m: eights_s if m % 8 == 0 else others_s for m in plain_scan.sizes_to_scan([(256, 512)], algorithms)}
+    sizes = (256, 512, 600)
+    times = {"k": dict.fromkeys(sizes, kernel_s), PLAIN: {**dict.fromkeys(sizes, eights_s), 600: 20.0}}
+    return Curves(256, 600, times, PLAIN, waves=True, scan=scan, algorithms=algorithms)
+
+
+@pytest.mark.parametrize(("eights_s", "others_s", "at_eights", "at_others"), [
+    (12.0, 13.0, "k", "k"),
+    (9.0, 13.0, PLAIN, "k"),
+    (13.0, 9.0, "k", PLAIN),
+    (9.0, 9.5, PLAIN, PLAIN),
+    (9.9, 10.2, PLAIN, PLAIN),  # not for 2%: a kernel would have intervals of a few M
+])  # fmt: skip
+def test_kernel_serves_where_the_library_chooses_a_slower_algorithm(
+    eights_s: float, others_s: float, at_eights: str, at_others: str
+) -> None:
+    curves = algorithm_curves(10.0, eights_s, others_s)
+    found = intervals.intervals(curves, {256: at_eights, 512: at_eights, 600: "k"})
+    assert_cover(found, 256, 600)
+    assert {serving_at(found, m) for m in range(257, 512) if m % 8 == 0} == {at_eights}
+    assert {serving_at(found, m) for m in range(257, 512) if m % 8} == {at_others}
 
 
 def test_kernel_that_is_slower_than_the_plain_op_at_a_measured_m_is_not_safe_above_it() -> None:

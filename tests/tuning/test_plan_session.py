@@ -876,6 +876,47 @@ def test_plain_op_is_scanned_for_as_long_as_kernels_are_timed_at_most(
     assert sorted(part.scan) == sorted(whole.scan)[: len(part.scan)]
 
 
+def test_plain_op_is_scanned_where_its_library_chooses_other_algorithms(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_waves(monkeypatch)
+    close = simulated("close", lambda m: 0.95 * PLAIN_S(m))
+    worker = FakeWorker(clock, [close])
+    worker.algorithms = lambda m: "a" if 200 <= m < 240 else "b"
+    plan = run_session(worker, [close], store, sizes=SizeRange(64, 512, (64, 512)))
+    assert plan is not None
+    assert {193, 200, 239, 256} <= set(plan.scan)
+    assert len(plan.scan) < 30
+
+
+def test_kernel_that_the_library_chooses_at_another_m_serves(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plain op takes twice as long from M = 330 to 360, by another algorithm."""
+    have_waves(monkeypatch)
+    fast = simulated("fast", lambda m: 20e-6)
+    close = simulated("close", lambda m: 39e-6)
+    worker = FakeWorker(clock, [close, fast], plain=lambda m: 40e-6 if 328 <= m < 360 else 20e-6)
+    worker.algorithms = lambda m: "slow" if 328 <= m < 360 else "fast"
+    asked = []
+
+    def choose(problem: Problem, target: Target, *arguments: Any) -> list[PoolKernel]:
+        _, curves, sizes, without = arguments
+        asked.append(sizes)
+        assert close.id in without
+        assert curves.plain_times.at_least(330, 350) == 40e-6
+        kernel = PoolKernel.of(fast.candidate, 360, None)
+        kernel.predicted_for = {340, 360}
+        return [kernel] if kernel.id not in without else []
+
+    monkeypatch.setattr(plan_session, "kernels_chosen_by_library", choose)
+    plan = run_session(worker, [close], store, sizes=SizeRange(256, 512, (340, 512)))
+    assert plan is not None
+    assert asked
+    served = {m: kernel.id for m in (300, 330, 358, 400) if (kernel := plan.serving(m)) is not None}
+    assert served == {300: PLAIN.id, 330: fast.id, 358: fast.id, 400: PLAIN.id}
+
+
 def test_plain_op_is_not_scanned_where_kernels_are_far_faster(
     clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -896,7 +937,7 @@ def test_plain_op_serves_between_measured_m_where_only_its_scan_is_faster(
     assert plan is not None
     assert not set(plan.noise) & set(range(385, 450))
     served = {m: kernel.id for m in (300, 410, 430, 460) if (kernel := plan.serving(m)) is not None}
-    assert served == {300: PLAIN.id, 410: PLAIN.id, 430: PLAIN.id, 460: close.id}
+    assert served == {300: close.id, 410: PLAIN.id, 430: PLAIN.id, 460: close.id}
 
 
 def test_kernel_that_is_slower_than_the_plain_op_between_edges_of_tiles_does_not_serve_there(

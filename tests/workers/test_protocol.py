@@ -12,9 +12,11 @@ from hypothesis import strategies as st
 from gemmtune.core.decision import Verdict
 from gemmtune.timing.size_sweep import SizesTimed
 from gemmtune.workers.protocol import (
+    AlgorithmsNamed,
     Attempt,
     Attempted,
     FrameReader,
+    NameAlgorithms,
     Open,
     Race,
     Ready,
@@ -32,6 +34,7 @@ SIZED = SizedCandidate({"backend": "x"}, 8)
 REQUESTS = [
     Setup({"device": "cpu"}, {"x": "m:C"}), Open({"m": 1}, 3, 9), Attempt({"backend": "x"}, 0.5), Race([], 1.0, 2),
     TimeSizes([SIZED], {1: [0], 64: []}, 512, 0.5, 3, True), VerifySizes(SIZED, [3, 1, 512]),
+    NameAlgorithms(SIZED, [64, 65]),
 ]  # fmt: skip
 
 
@@ -59,7 +62,7 @@ def test_replies_round_trip() -> None:
     for reply in (
         Ready(5), Attempted(None, times_s=(1.0,)), Attempted(Verdict("hung", "2 s"), "p", 0.1, 7),
         SizesTimed({1: {"a": 1e-6}, 64: {}}, {1: 0.01, 64: 0.0}, {"b": wrong}, {"c": "no memory"}),
-        SizesVerified(wrong, 3),
+        SizesVerified(wrong, 3), AlgorithmsNamed(["a", ""]),
     ):  # fmt: skip
         assert decode_reply(msgspec.json.encode(reply)) == reply
 

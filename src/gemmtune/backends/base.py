@@ -148,6 +148,11 @@ class Kernel(ABC):
         where there is none. All tensors that depend on M are dense, and M is not 1 unless no such tensor is in aux."""
         return None
 
+    def library_algorithm(self, m: int) -> str:
+        """Return a name of the algorithm that a library chooses for the kernel's product at M: equal names where it
+        runs the same kernel. Empty where no library chooses, or where its choice is not known (the default)."""
+        return ""
+
     def pack(self, b: Any) -> PackedWeight:
         """Return a raw B (Tensor or QuantWeight) packed into ``self.packing``. Only called when ``packing`` is not
         None."""

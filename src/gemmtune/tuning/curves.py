@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from statistics import median
 
 from ..core.plan_times import least_times
+from .plain_times import NO_ALGORITHMS, LibraryAlgorithms, PlainTimes
 
 # A kernel is no faster than ATen's plain op, which serves without risk, unless it is by this share of ATen's time.
 MARGIN = 0.01
@@ -25,13 +25,6 @@ MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 REPEATABLE = 0.02
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
-_SCAN_GAP = 40  # the most rows between two M of a scan (``plain_scan``)
-# Where ATen's plain op takes this share more or less at the next scanned M, in the median, it may take less between
-# them, by half of that: cuBLAS chooses a kernel for each M. bfloat16 8192x1024 took 25.1 us at M = 763, 22.2 at 766,
-# 25.7 at 767 and 32.2 at 768 (every-m-20261130-024346). Of 1,549 M between scanned ones that kernels served, in all raw
-# data of plans with a scan, 10 took more than 1.02 of the plain op's time. With this rule the plain op serves 8 of the
-# 1,549, among them all 3 of bfloat16 8192x1024 that are above 1.02 (a script that was not kept).
-_ERRATIC, _ERRATIC_NEAR = 0.08, 4  # scanned M on either side
 _REACH = 1.6  # estimates are compared with times at M within this factor
 
 
@@ -50,7 +43,8 @@ class Curves:
     overhead_s: what is added to a kernel's time for the comparison with ATen's plain op (``TunedPlan.overhead_s``).
     waves: whether the device computes many tiles at a time, so that one row of tiles more may take as long as several.
     estimated_s: returns a backend's estimate of a kernel's seconds at an M; None where it has none.
-    scan: seconds of ATen's plain op by M, at more M than those in ``times`` (``plain_scan``).
+    scan: seconds of ATen's plain op by M, at more M than those in ``times`` (``plain_scan``). algorithms: of the plain
+    op.
     with_plain_product: ids of kernels that run the plain op's product, and differ from it by work that takes as long
     for any M: the plain op's seconds at M are their estimate.
     """
@@ -66,6 +60,7 @@ class Curves:
     waves: bool = False
     estimated_s: Callable[[str, int], float | None] = no_estimate
     scan: Mapping[int, float] = field(default_factory=dict)
+    algorithms: LibraryAlgorithms = NO_ALGORITHMS
     with_plain_product: Collection[str] = ()
 
     @cached_property
@@ -127,19 +122,14 @@ class Curves:
 
     def uncorrected_s(self, name: str, m: int) -> float | None:
         """Return the estimate of a kernel's seconds at M, not corrected by its times; None without one."""
-        return self._plain_s(m) if name in self.with_plain_product else self.estimated_s(name, m)
+        return self.plain_times.expected(m) if name in self.with_plain_product else self.estimated_s(name, m)
 
-    def _plain_s(self, m: int) -> float | None:
-        """Return the seconds of ATen's plain op at M, interpolated between two M at which it was timed or scanned. None
-        where such M are more than ``_SCAN_GAP`` rows apart."""
-        sizes = self._plain_sizes
-        index = bisect_left(sizes, m)
-        if index < len(sizes) and sizes[index] == m:
-            return self._plain_times[m]
-        if not 0 < index < len(sizes) or sizes[index] - sizes[index - 1] > _SCAN_GAP:
-            return None
-        a, b = sizes[index - 1], sizes[index]
-        return self._plain_times[a] + (self._plain_times[b] - self._plain_times[a]) * (m - a) / (b - a)
+    def expected_or_most(self, name: str, m: int) -> float:
+        """Return the seconds that a kernel is expected to take at M. Without an estimate, those that it takes at most:
+        what it takes at the next M on either side, whichever is more."""
+        below = bisect_left(self._sizes_of[name], m) - 1
+        below_s = self.times[name][self._sizes_of[name][below]] if below >= 0 else 0.0
+        return self.expected(name, m) or max(self.at_most(name, m), below_s)
 
     def usable(self, name: str, m: int) -> float:
         """Return the seconds that a kernel takes at most at a measured M; infinite where ATen's plain op should serve
@@ -150,37 +140,10 @@ class Curves:
         return seconds if self._beats_plain(m, seconds) else math.inf
 
     @cached_property
-    def _plain_times(self) -> dict[int, float]:
-        """The least seconds of ATen's plain op by M, ascending, where it was timed or scanned; empty if it was not
-        scanned, or cannot serve."""
+    def plain_times(self) -> PlainTimes:
+        """The times of ATen's plain op where it was timed or scanned; none if it was not scanned, or cannot serve."""
         timed = self.times.get(self.plain, {})
-        return dict(sorted(least_times((self.scan, timed)).items())) if self.scan and timed else {}
-
-    @cached_property
-    def _plain_sizes(self) -> list[int]:
-        return list(self._plain_times)
-
-    def plain_at_least(self, first: int, last: int) -> float | None:
-        """Return the least seconds of ATen's plain op at the M from ``first`` to ``last`` at which it was timed or
-        scanned, and at the next such M on either side. None where such M are more than ``_SCAN_GAP`` rows apart."""
-        sizes = self._plain_sizes
-        index, end = bisect_right(sizes, first) - 1, bisect_left(sizes, last)
-        if index < 0 or end == len(sizes):
-            return None
-        near = sizes[index : end + 1]
-        if any(b - a > _SCAN_GAP for a, b in itertools.pairwise(near)):
-            return None
-        return min(self._plain_times[m] for m in near)
-
-    def plain_uncertainty(self, first: int, last: int) -> float:
-        """Return the share by which ATen's plain op may take less at an M from ``first`` to ``last`` than at the
-        scanned M there (``plain_at_least``): 0.0 unless its times there are erratic (``_ERRATIC``)."""
-        sizes, times = self._plain_sizes, self._plain_times
-        index, end = bisect_right(sizes, first), bisect_left(sizes, last)
-        near = sizes[max(index - _ERRATIC_NEAR, 0) : end + _ERRATIC_NEAR]
-        ratios = [abs(math.log(times[b] / times[a])) for a, b in itertools.pairwise(near) if b - a <= _SCAN_GAP]
-        spread = median(ratios) if len(ratios) >= _ERRATIC_NEAR else 0.0
-        return 0.5 * spread if spread > _ERRATIC else 0.0
+        return PlainTimes(least_times((self.scan, timed)) if self.scan and timed else {}, self.algorithms)
 
     def least_of_kernels(self, m: int) -> float:
         """Return the least seconds of the kernels other than ATen's plain op at a measured M; infinite without any."""

@@ -67,13 +67,13 @@ def _shares_of_plain(curves: Curves, name: str, a: int, b: int) -> dict[int, flo
     away from both, that are no edges of tiles, where the plain op was scanned. Empty where the two are close."""
     quarter = (b - a) // 4
     sizes = range(GRID * ((a + quarter) // GRID) + _GENERIC, b - quarter + 1, GRID) if b - a >= GRID - 1 else range(0)
-    plain = {m: curves.plain_at_least(m, m) for m in sizes if a < m < b}
+    plain = {m: curves.plain_times.at_least(m, m) for m in sizes if a < m < b}
     return {m: _serving_s(curves, name, m) / seconds for m, seconds in plain.items() if seconds is not None}
 
 
 def _serving_s(curves: Curves, name: str, m: int) -> float:
     """Return the seconds that the kernel which serves ``m`` takes there: expected, scanned or at most."""
-    scanned_s = curves.plain_at_least(m, m) if name == curves.plain else None
+    scanned_s = curves.plain_times.at_least(m, m) if name == curves.plain else None
     return curves.expected(name, m) or scanned_s or curves.at_most(name, m)
 
 

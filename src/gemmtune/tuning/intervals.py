@@ -45,7 +45,7 @@ def _starts_between(
     last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``. chosen: the
     kernels of all points, without ATen's plain op."""
     has_estimates = [curves.expected(name, a + 1) is not None for name in (left, right) if name != curves.plain]
-    if all(has_estimates) and (len(has_estimates) == 2 or curves.plain_at_least(a, b) is not None):
+    if curves.plain_times.at_least(a, b) is not None or (all(has_estimates) and len(has_estimates) == 2):
         return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     if left == curves.plain:
         return [(b, right)]
@@ -65,20 +65,21 @@ def _starts_between(
 
 def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b: int) -> list[tuple[int, str]]:
     """Return the starts of runs between the measured M ``a``, which ``left`` serves, and ``b``: of the kernels that are
-    expected to be the fastest, among those that take no longer than ATen's plain op. Where that op's times are erratic,
-    a kernel must be faster by as much as the op may be (``Curves.plain_uncertainty``)."""
+    expected to be the fastest, among those that take no longer than ATen's plain op. Those without estimates take part
+    where the plain op was scanned, with the times that they take at most."""
     starts, current = list[tuple[int, str]](), left
     steps = {GRID, *(curves.steps.get(name, GRID) for name in chosen)} - {1}
     firsts = {m for rows in steps for m in range(rows * (a // rows + 1) + 1, b, rows)}  # of a row of tiles
-    if curves.scan:  # at full rows of tiles the plain op may be faster than on either side
+    is_scanned = curves.plain_times.at_least(a, b) is not None
+    if is_scanned:  # at full rows of tiles the plain op may be faster than on either side
         firsts |= {m for full in range(TILE * (a // TILE + 1), b, TILE) for m in (full, full + 1)}
-    blocks = sorted({a + 1, *firsts} - {b})
-    for m, after in itertools.pairwise([*blocks, b]):
-        margin = max(MARGIN, curves.plain_uncertainty(m, after - 1))
-        options = {
-            name: s for name in chosen
-            if (s := curves.expected(name, m)) and _is_safe(curves, name, a, b, m, after - 1, margin)
-        }  # fmt: skip
+    firsts = {a + 1, *firsts} - {b}
+    blocks = [(m, after - 1) for m, after in itertools.pairwise([*sorted(firsts), b])]
+    for m, last in (part for block in blocks for part in (_parts(curves, chosen, *block) if is_scanned else [block])):
+        expected = {
+            name: curves.expected_or_most(name, m) if is_scanned else curves.expected(name, m) for name in chosen
+        }
+        options = {name: s for name, s in expected.items() if s and _is_safe(curves, name, a, b, m, last)}
         fastest = min(options, key=lambda name: options[name], default=curves.plain or left)
         if current not in options or options[current] > (1.0 + _EXPECTED_GAIN) * options[fastest]:
             if fastest != current:
@@ -87,19 +88,32 @@ def _expected_starts(curves: Curves, chosen: Sequence[str], left: str, a: int, b
     return starts
 
 
-def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int, margin: float = MARGIN) -> bool:
+def _parts(curves: Curves, chosen: Sequence[str], first: int, last: int) -> list[tuple[int, int]]:
+    """Return the first and last M of the parts of a block in each of which the library of ATen's plain op chooses one
+    algorithm, where a kernel is expected to be faster than the plain op by ``_EXPECTED_GAIN`` in one of them, and is
+    not in another; the whole block where that is not so."""
+    runs = [(start, end) for start, end, _ in curves.algorithms.runs(first, last)]
+    if len(runs) > 1:
+        plain = [curves.plain_times.at_least(*run) or 0.0 for run in runs]
+        fastest_s = min((curves.expected_or_most(name, last) for name in chosen), default=math.inf)
+        if min(plain) * (1.0 - MARGIN) < fastest_s + curves.overhead_s <= max(plain) * (1.0 - _EXPECTED_GAIN):
+            return runs
+    return [(first, last)]
+
+
+def _is_safe(curves: Curves, name: str, a: int, b: int, m: int, last: int) -> bool:
     """Return whether a kernel is faster than ATen's plain op from ``m`` to ``last``, between two neighboring measured
     M.
 
-    Where the plain op was scanned, it is if it is faster than the least time there by ``margin``: in a replay of 34
+    Where the plain op was scanned, it is if it is faster than the least time there by ``MARGIN``: in a replay of 34
     plans for bfloat16, fp8 and int8 weights (2,888 measured M, each by those beside it; a script that was not kept) 0,
     0.01 and 0.03 lose 2.2%, 2.3% and 2.6% in the mean, and take more than 1.02 of ATen's time at 41, 37 and 30 M.
     Elsewhere by ``_BESIDE``. There, a kernel that is faster at ``a`` takes as long as there where its estimates are
     equal: with as many waves of tiles.
     """
-    if (plain_s := curves.plain_at_least(m, last)) is not None:
-        seconds = max(curves.expected(name, m) or math.inf, curves.expected(name, last) or math.inf)
-        return seconds + curves.overhead_s <= (1.0 - margin) * plain_s
+    if (plain_s := curves.plain_times.at_least(m, last)) is not None:
+        seconds = max(curves.expected_or_most(name, m), curves.expected_or_most(name, last))
+        return seconds + curves.overhead_s <= (1.0 - MARGIN) * plain_s
     times, rows = curves.times[name], max(1, curves.steps.get(name, 1))
     if a in times and curves.usable(name, a) < math.inf:
         is_same = curves.uncorrected_s(name, last) == curves.uncorrected_s(name, a)
@@ -125,12 +139,7 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
         return first
     plain_b = plain[b]
     least_s = min(plain[a], plain_b)
-    is_scanned = curves.plain_at_least(first, end) is not None
-    margin = max(margin, curves.plain_uncertainty(first, end)) if is_scanned else margin
     seconds = (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
-    if is_scanned:
-        faster = (m for m in range(end - 1, first - 1, -1) if seconds > (curves.plain_at_least(m, m) or math.inf))
-        return next(faster, first - 1) + 1
     if seconds <= least_s or seconds == math.inf:
         return first
     if seconds >= plain_b:

@@ -1,22 +1,29 @@
 """The scan of ATen's plain op: its times at many M, without other kernels beside it.
 
-cuBLAS's time falls within each row of tiles, and jumps at the next. In fp8, 4096x4096 takes 137 us at M = 5120, 152 us
-at 5121 and 141 us at 5247, in bfloat16 8192x1024 37 us at M = 961 and 27 us at 1024 (H100). Kernels of gemmtune have
-other rows of tiles. Whether one of them is faster between two measured M is known only with the plain op's times there.
-These are cheap: 5 ms an M (fp8 8192x1024, int8 weights 4096x4096, H100, 24 M each; a script that was not kept). By a
-line between measured M, most of which are edges of tiles, the plain op served fp8 4096x4096 at 1.10 of a kernel's time
-(M = 3511), and a kernel bfloat16 8192x1024 at 1.11 of the plain op's (M = 1016).
+cuBLAS's time falls within each row of tiles, and jumps at the next and where cuBLAS chooses another algorithm. In fp8,
+4096x4096 takes 137 us at M = 5120, 152 us at 5121 and 141 us at 5247, in bfloat16 8192x1024 37 us at M = 961 and 27 us
+at 1024 (H100). Kernels of gemmtune have other rows of tiles. Whether one of them is faster between two measured M is
+known only with the plain op's times there. These are cheap: 5 ms an M (fp8 8192x1024, int8 weights 4096x4096, H100, 24
+M each; a script that was not kept). By a line between measured M, most of which are edges of tiles, the plain op served
+fp8 4096x4096 at 1.10 of a kernel's time (M = 3511), and a kernel bfloat16 8192x1024 at 1.11 of the plain op's (M =
+1016).
 """
 
 from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator, Sequence
 
 from .curves import Curves
+from .plain_times import LibraryAlgorithms
 
 TILE = 128  # cuBLAS's time jumps after each multiple of it, in bfloat16 after multiples of 64, too
-# M of each row of tiles: the first and the last two, since its time jumps there, and three between them.
+# Each algorithm is timed at its first and its last M in blocks of so many rows, up to ``_FEW`` rows and above. In
+# bfloat16 8192x1024 from M = 520 to 899 the least of the two was at most 1.6% above the op's time, the least of the two
+# nearest of fixed M (three times as few) 33% above it (H200, ``benchmarks/library_algorithms.py``).
+_BLOCK_OF_FEW, _FEW = 64, 1024
+# Where no algorithm is known, M of each block: the ends, since the op's time jumps there, and others between them.
 _OFFSETS = (1, 33, 65, 97, TILE - 1, TILE)
 _FIRST = 64  # with fewer rows, every kernel takes as long as reading the weight
 # M are scanned where the fastest kernel takes these shares of the plain op's time at one of the measured M beside them:
@@ -24,18 +31,49 @@ _FIRST = 64  # with fewer rows, every kernel takes as long as reading the weight
 # 8192x1024, M = 1016).
 _LEAST_SHARE, _MOST_SHARE = 0.75, 1.25
 
+Range = tuple[int, int]  # first and last M
 
-def sizes_to_scan(curves: Curves) -> list[int]:
-    """Return the M at which to time ATen's plain op, ascending: where its time decides which kernel is the fastest."""
+
+def ranges_to_scan(curves: Curves) -> list[Range]:
+    """Return the ranges of M, ascending and apart, in which ATen's plain op's time decides which kernel is the
+    fastest."""
     plain = curves.times.get(curves.plain, {})
     shares = {m: curves.least_of_kernels(m) / plain[m] for m in curves.sizes if m in plain}
     measured = [m for m, share in shares.items() if share < math.inf]
-    sizes = set[int]()
+    ranges = list[Range]()
     for a, b in itertools.pairwise(measured):
         nearest, farthest = max(shares[a], shares[b]), min(shares[a], shares[b])
-        if nearest >= _LEAST_SHARE and farthest <= _MOST_SHARE:
-            start = TILE * (a // TILE)
-            sizes |= {
-                row + offset for row in range(start, b + 1, TILE) for offset in _OFFSETS if a <= row + offset <= b
-            }
-    return sorted(m for m in sizes if m >= _FIRST)
+        if nearest >= _LEAST_SHARE and farthest <= _MOST_SHARE and b >= _FIRST:
+            if ranges and ranges[-1][1] == a:
+                ranges[-1] = ranges[-1][0], b
+            else:
+                ranges.append((max(a, _FIRST), b))
+    return ranges
+
+
+def sizes_to_scan(ranges: Sequence[Range], algorithms: LibraryAlgorithms) -> list[int]:
+    """Return the M at which to time ATen's plain op, ascending."""
+    return sorted(
+        {m for first, last in ranges for block in _blocks(first, last) for m in _sizes_in(*block, algorithms)}
+    )
+
+
+def _blocks(first: int, last: int) -> Iterator[Range]:
+    """Yield the blocks of rows from ``first`` to ``last``; the first and the last of them may be parts."""
+    while first <= last:
+        rows = _BLOCK_OF_FEW if first <= _FEW else TILE
+        end = min(last, rows * -(-first // rows))
+        yield first, end
+        first = end + 1
+
+
+def _sizes_in(first: int, last: int, algorithms: LibraryAlgorithms) -> set[int]:
+    """Return the M at which to time the op in a block."""
+    ends = dict[str, Range]()  # the first and the last M of each algorithm
+    unknown = set[int]()
+    for start, end, name in algorithms.runs(first, last):
+        if name:
+            ends[name] = ends.get(name, (start, end))[0], end
+        else:
+            unknown |= {m for m in range(start, end + 1) if (m % TILE or TILE) in _OFFSETS}
+    return unknown.union(*ends.values())

@@ -15,6 +15,7 @@ from ..core.tuned_plan import PlanInterval
 from ..dispatch.plan_layouts import NO_SLOWER, largest_share
 from . import gaps, intervals, kernel_choice, plain_scan
 from .curves import CLOSE, Curves, irregular, point_weights
+from .plain_times import NO_ALGORITHMS
 from .plan_pool import PoolKernel
 from .sizes import SizeRange
 
@@ -45,8 +46,8 @@ class Measurements:
     id. overhead_s, surcharges: as for ``TunedPlan``. max_kernels: as for ``TuningProfile``. waves: as for ``Curves``.
     times: seconds by id and M, with what load adds to them (``record_load``). noise: by M, of the times there.
     timed_often: how often a kernel was timed at an M. out: the kernels that cannot serve, with the reason. scan:
-    seconds of ATen's plain op by M, as scanned. estimated_s: returns the estimate of a kernel's seconds at an M, or
-    None.
+    seconds of ATen's plain op by M, as scanned. algorithms: of the plain op. estimated_s: returns the estimate of a
+    kernel's seconds at an M, or None.
     """
 
     def __init__(
@@ -71,6 +72,7 @@ class Measurements:
         self._load: dict[str, dict[int, float]] = {}
         self.out: dict[str, str] = {}
         self.scan: dict[int, float] = {}
+        self.algorithms = NO_ALGORITHMS
 
     def add(self, kernel: PoolKernel) -> None:
         """Add a kernel to the pool."""
@@ -212,7 +214,8 @@ class Measurements:
         steps = {name: self.pool[name].tile_rows for name in names}
         return Curves(
             self._sizes.first, self._sizes.last, times, plain, steps, self._counts, self.noise, self._overhead_s,
-            self._waves, self._estimate, self.scan, {name for name in names if self.pool[name].has_plain_product},
+            self._waves, self._estimate, self.scan, self.algorithms,
+            {name for name in names if self.pool[name].has_plain_product},
         )  # fmt: skip
 
     def serving(self, curves: Curves) -> dict[int, str]:
@@ -287,10 +290,11 @@ class Measurements:
                 wanted.setdefault(m, self.names_near(curves, m))
         return wanted
 
-    def sizes_to_scan(self) -> list[int]:
-        """Return the M at which to scan ATen's plain op (``plain_scan.sizes_to_scan``), for the raw layout."""
+    def ranges_to_scan(self) -> list[plain_scan.Range]:
+        """Return the ranges of M in which to scan ATen's plain op (``plain_scan.ranges_to_scan``), for the raw
+        layout."""
         curves = self.curves("").without(self.out)
-        return plain_scan.sizes_to_scan(curves) if self._waves and curves.plain else []
+        return plain_scan.ranges_to_scan(curves) if self._waves and curves.plain else []
 
     def record_scan(self, times: Mapping[int, Mapping[str, float]]) -> None:
         """Record the times of a scan of ATen's plain op."""
@@ -431,12 +435,14 @@ class Measurements:
 
     def _unseen_parities(self, curves: Curves, plan_intervals: Sequence[PlanInterval]) -> list[tuple[int, str]]:
         """Return an M and a kernel for each interval whose kernel was not timed at an odd, or at an even, M of it; or
-        nearby, for kernels with estimates, whose intervals need no measurement inside."""
+        nearby, for kernels with estimates and where ATen's plain op was scanned: there intervals need no measurement
+        inside."""
         sizes = []
         for interval in plan_intervals:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
                 continue
-            reach = 1.0 if self._estimate(interval.kernel, interval.first) is None else _NEARBY
+            has_bound = curves.plain_times.at_least(interval.first, interval.last) is not None
+            reach = 1.0 if self._estimate(interval.kernel, interval.first) is None and not has_bound else _NEARBY
             nearby = PlanInterval(math.ceil(interval.first / reach), int(interval.last * reach), interval.kernel)
             seen = {m % 2 for m in intervals.measured_inside(curves, interval.kernel, nearby)}
             for parity in {0, 1} - seen:

@@ -18,7 +18,9 @@ from ..backends.base import Artifact
 from ..core import devices
 from ..core.decision import Verdict
 from ..core.tuned_plan import PlanInterval, TunedPlan
-from . import intervals
+from . import intervals, plain_scan
+from .library_kernels import kernels_chosen_by_library
+from .plain_times import LibraryAlgorithms, sizes_to_ask
 from .plan_measurements import BATCH
 from .plan_pool import PoolKernel, kernel_pool, nearest_sizes
 from .predicted_kernels import expected_kernels
@@ -77,7 +79,9 @@ class PlanSession(WeightSession):
             self._time_coarsely()
             self._time_predicted()
             self._scan_plain(seconds)
+            self._add_chosen_by_library()
             self._time_late()
+            self._time_predicted()
             self._time_under_load(seconds)
             self._time_slow_sizes()
             stopped = self._refine()
@@ -135,7 +139,6 @@ class PlanSession(WeightSession):
         added, self._late = self._add_built(self._late), ()
         self._end += time.perf_counter() - started
         self._time_added(added)
-        self._time_predicted()
 
     def _time_added(self, added: Sequence[str]) -> None:
         """Time kernels at the M of ``_time_coarsely`` near those at which they are expected to be fast, beside ATen's
@@ -202,7 +205,9 @@ class PlanSession(WeightSession):
     def _scan_plain(self, seconds: float) -> None:
         """Time ATen's plain op at many M (``plain_scan``), where it may be the fastest, in about ``seconds`` at most,
         the smallest M first. The time for other M is not shortened."""
-        started, sizes = time.perf_counter(), self._measurements.sizes_to_scan()
+        started, ranges = time.perf_counter(), self._measurements.ranges_to_scan()
+        self._name_algorithms(ranges)
+        sizes = plain_scan.sizes_to_scan(ranges, self._measurements.algorithms)
         sizes = [m for m in sizes if m not in self._measurements.scan]
         for start in range(0, len(sizes), _SCANNED_AT_ONCE):
             if time.perf_counter() - started > seconds:
@@ -212,6 +217,20 @@ class PlanSession(WeightSession):
             )
             self._measurements.record_scan(timed.times)
         self._end += time.perf_counter() - started
+
+    def _name_algorithms(self, ranges: Sequence[plain_scan.Range]) -> None:
+        """Ask which algorithms the library of ATen's plain op chooses in some ranges of M."""
+        known = self._measurements.algorithms.names
+        sizes = sorted({m for first, last in ranges for m in sizes_to_ask(first, last)} - known.keys())
+        for name in self._measurements.plain_names if sizes else ():
+            names = self._worker.library_algorithms(self._items[name], sizes)
+            self._measurements.algorithms = LibraryAlgorithms({**known, **names})
+
+    def _add_chosen_by_library(self) -> None:
+        """Add kernels that the library of ATen's plain op chooses at M where it is faster than at others."""
+        curves = self._measurements.curves("").without(self._measurements.out)
+        without = {*self._measurements.pool, *self._faulty}
+        self._add(kernels_chosen_by_library(self._problem, self._target, self._decisions, curves, self._sizes, without))
 
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of

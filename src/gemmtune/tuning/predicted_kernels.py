@@ -318,14 +318,14 @@ def predict_kernels(
             break
         kernel = options.pop(name)
         del worth[name]
-        kernel.predicted_for = _sizes_to_time(sorted(gains, key=lambda m: -gains[m]))
+        kernel.predicted_for = sizes_to_time(sorted(gains, key=lambda m: -gains[m]))
         add(kernel)
         chosen.append(kernel)
     variants = (_variant(kernel, options.values(), seconds) for kernel in chosen[:_VARIED])
     return chosen + [variant for variant in variants if variant is not None]
 
 
-def _sizes_to_time(worthy: Iterable[int]) -> set[int]:
+def sizes_to_time(worthy: Iterable[int]) -> set[int]:
     """Return the M at which an expected kernel is timed. worthy: those at which it is expected to be fast, by gain."""
     sizes: list[int] = []
     for m in worthy:

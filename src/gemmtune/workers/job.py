@@ -37,12 +37,14 @@ from ..verify.verify import Run, allowed_rounding, guarded, verify
 from .limits import limit_memory
 from .orphans import kill_descendants
 from .protocol import (
+    AlgorithmsNamed,
     Attempt,
     Attempted,
     Build,
     Built,
     Confirm,
     Confirmed,
+    NameAlgorithms,
     Open,
     Race,
     Ready,
@@ -163,6 +165,8 @@ class RequestHandler:
                 verified = self._require_job().verify_sizes(request)
                 verified.verdict = self._kill_orphans() or verified.verdict
                 return verified
+            case NameAlgorithms():
+                return self._require_job().name_algorithms(request)
 
     def _limit(self, timing: DeviceTiming, memory: int) -> None:
         """Limit this process to the memory allowed, on the device that runs the kernels, and on a CPU to the least busy
@@ -350,6 +354,11 @@ class ProblemSession:
                 return SizesVerified(msgspec.structs.replace(verdict, detail=f"M = {m}: {verdict.detail}"), m)
             worst = max(worst, verdict.worst)
         return SizesVerified(Verdict("within_bound", worst=worst))
+
+    def name_algorithms(self, request: NameAlgorithms) -> AlgorithmsNamed:
+        """Return the names of the algorithms that a library chooses for a candidate at several M."""
+        kernel, _ = self._load_sized(request.item, "m")
+        return AlgorithmsNamed(["" if kernel is None else kernel.library_algorithm(m) for m in request.sizes])
 
     def _verify_batches(self, kernel: Kernel, sizes: Sequence[int]) -> SizesVerified:
         """Verify a kernel that takes its weight unpacked at several batches, on test cases of each, until it fails at

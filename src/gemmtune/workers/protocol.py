@@ -107,6 +107,13 @@ class VerifySizes(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     dim: Dim = "m"
 
 
+class NameAlgorithms(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Request for the names of the algorithms that a library chooses for a candidate at several M."""
+
+    item: SizedCandidate
+    sizes: list[int]
+
+
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open."""
 
@@ -146,6 +153,12 @@ class SizesVerified(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     failed_m: int = 0
 
 
+class AlgorithmsNamed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
+    """Reply to NameAlgorithms: a name for each M, empty where no library chooses or the choice is not known."""
+
+    names: list[str]
+
+
 class Built(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     """Reply to Build. verdict: why there is no artifact; None when there is one. path: None when nothing is on disk."""
 
@@ -164,8 +177,11 @@ class Failed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
     detail: str
 
 
-Request = Setup | Open | Attempt | Confirm | Race | TimeSizes | VerifySizes | Build
-Reply = Ready | Attempted | Confirmed | RaceResult | SizesTimed | SizesVerified | Built | LeaderUpdate | Alive | Failed
+Request = Setup | Open | Attempt | Confirm | Race | TimeSizes | VerifySizes | NameAlgorithms | Build
+Reply = (
+    Ready | Attempted | Confirmed | RaceResult | SizesTimed | SizesVerified | AlgorithmsNamed | Built | LeaderUpdate
+    | Alive | Failed
+)  # fmt: skip
 
 # Decode the body of a frame. They raise msgspec.MsgspecError when it is malformed.
 decode_request: Callable[[bytes], Request] = msgspec.json.Decoder(Request).decode

@@ -3,6 +3,7 @@ working on."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
@@ -34,10 +35,12 @@ from .contract import (
 from .host_pool import HostPool
 from .process import Host, Lost, Process
 from .protocol import (
+    AlgorithmsNamed,
     Attempt,
     Attempted,
     Confirm,
     Confirmed,
+    NameAlgorithms,
     Open,
     Race,
     Ready,
@@ -48,6 +51,8 @@ from .protocol import (
     TimeSizes,
     VerifySizes,
 )  # fmt: skip
+
+log = logging.getLogger("gemmtune")
 
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
@@ -211,6 +216,16 @@ class Worker:
             return self._ask(VerifySizes(item, list(sizes), dim), self._limits.open_s, SizesVerified)
         except WorkerLost as loss:
             return SizesVerified(loss.verdict)
+
+    def library_algorithms(self, item: SizedCandidate, sizes: Sequence[int]) -> dict[int, str]:
+        """Return the names of the algorithms that a library chooses for a candidate, by M, without those that are not
+        known; none after a loss of the worker. See ``Kernel.library_algorithm``."""
+        try:
+            named = self._ask(NameAlgorithms(item, list(sizes)), self._limits.open_s, AlgorithmsNamed)
+        except WorkerLost as loss:
+            log.debug("the algorithms of a library are not known: %s", loss)
+            return {}
+        return {m: name for m, name in zip(sizes, named.names, strict=True) if name}
 
     def close(self) -> None:
         """End the worker and every process that it started; the host, too, unless it is put back. Idempotent."""

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...core.candidate import Candidate, Scalar
 from ...core.epilogue import Epilogue, Step
-from ...core.problem import Problem
+from ...core.problem import Operand, Problem
 from ...core.target import Target
 from ...core.torch_compat import convert_weight_to_int4pack, weight_int4pack_mm
 from ...core.weights import PackedWeight, QuantWeight
@@ -119,6 +119,12 @@ class Upcast(AtenKernel):
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         acc: Tensor = wide_mm(a, levels(b, a.dtype)) * b.scale.float()
         return acc
+
+    def library_product(self) -> Problem | None:
+        a, b, dtype = self.problem.a, self.problem.b, self.product_dtype(self.problem)
+        if b.layout.ld is not None:
+            return None
+        return replace(self.problem, family="mm", b=Operand(a.dtype, b.layout), epilogue=(), out_dtype=dtype)
 
 
 class UpcastRounded(Upcast):

@@ -4,6 +4,7 @@ composite."""
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -68,6 +69,10 @@ class Mm(OutVariantKernel):
         else:
             addend = self._addend(aux[0])
             torch.addmm(addend, a, self.matrix(b), beta=fused.beta, alpha=fused.alpha, out=out)
+
+    def library_product(self) -> Problem | None:
+        dtype = self.product_dtype(self.problem)
+        return replace(self.problem, epilogue=self.problem.epilogue[: self.fused.steps], out_dtype=dtype)
 
     def _addend(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(-1) if self.fused.axis == "row" else tensor

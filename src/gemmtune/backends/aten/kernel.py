@@ -146,6 +146,19 @@ class AtenKernel(Kernel):
         if self.runs_as_pytorch(self.problem):
             self._reduction_flag = None
 
+    def library_product(self) -> Problem | None:
+        """Return the Problem of the product that cuBLAS computes for the op on a GPU, if plain PyTorch runs the op.
+        None where it computes none, or one that a Problem does not describe."""
+        return None
+
+    def library_algorithm(self, m: int) -> str:
+        product = self.library_product() if self.runs_as_pytorch(self.problem) else None
+        if product is None:
+            return ""
+        from ..cublaslt.choice import chosen_algorithm
+
+        return chosen_algorithm(product, m)
+
     def _without_reduced_precision(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
         """Return ``compute(*operands)``, on a GPU with all sums in float32.
 

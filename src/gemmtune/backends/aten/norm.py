@@ -59,5 +59,8 @@ class NormThen(Kernel):
     def keep_torch_flags(self) -> None:
         self._product.keep_torch_flags()
 
+    def library_algorithm(self, m: int) -> str:
+        return self._product.library_algorithm(m)
+
     def pack(self, b: Any) -> PackedWeight:
         return self._product.pack(b)

@@ -119,6 +119,9 @@ class IntMm(OutVariantKernel):
         else:  # _int_mm accepts no other output
             out.copy_(int_mm(a, weight)[: out.shape[0], : out.shape[1]])
 
+    def library_product(self) -> Problem | None:
+        return replace(self.problem, epilogue=(), out_dtype=self.accumulator)
+
 
 class IntMmTransposed(IntMm):
     """``out^T = B^T A^T`` through ``_int_mm``."""
@@ -365,6 +368,9 @@ class ScaledMm(OutVariantKernel):
                 out.copy_(result)
         else:
             scaled_mm(a, b, scale_a, scale_b, bias=bias, out_dtype=self.out_dtype, out=out)
+
+    def library_product(self) -> Problem | None:
+        return self.problem
 
 
 def scaled_operands(problem: Problem, aux: Sequence[Tensor]) -> tuple[Tensor, Tensor, Tensor | None]:

@@ -21,9 +21,8 @@ from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
 from .library import Algorithm, Call, Layouts, Operation
-from .product import RANKS, Product, describe_product
+from .product import RANKS, WORKSPACE, Product, describe_product
 
-_WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 _MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
 
 
@@ -62,7 +61,7 @@ class RankedKernel(AnyBatch, Kernel):
         product = describe_product(named, m, strides)
         self._own, self._layouts = _ThreadOperation(product), Layouts()
         call = Call(product, device, self._own.operation, self._layouts)
-        ranked = call.ranked_algorithms(RANKS, _WORKSPACE, ALIGN)
+        ranked = call.ranked_algorithms(RANKS, WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
         self._algorithm = ranked[rank].algorithm
@@ -112,8 +111,8 @@ class RankedKernel(AnyBatch, Kernel):
         product = describe_product(self.problem, m, strides)
         call, algorithm = Call(product, device, self._own.operation, self._layouts), self._algorithm
         workspace = call.required_workspace(algorithm)
-        if workspace is None or workspace > _WORKSPACE:
-            (best, *_) = call.ranked_algorithms(1, _WORKSPACE, ALIGN)
+        if workspace is None or workspace > WORKSPACE:
+            (best, *_) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
             algorithm, workspace = best.algorithm, int(best.workspace)
         thread_call = _ThreadCall(product, device, self._own, self._layouts, algorithm, workspace)
         stream_of, attributes = torch_compat.stream_of, product.pointers

@@ -17,6 +17,7 @@ _IN_FLOAT32, _IN_INT32 = 68, 72  # cublasComputeType_t
 _PLAIN, _RELU, _BIAS = 1, 2, 4  # CUBLASLT_EPILOGUE_*
 _ONE_SCALE, _VECTORS = 0, 3  # CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F, _OUTER_VEC_32F
 BIAS_AT, _SCALE_A_AT, _SCALE_B_AT = 8, 17, 18  # CUBLASLT_MATMUL_DESC_*_POINTER
+WORKSPACE = 32 << 20  # bytes, the size that PyTorch gives cuBLASLt on an H100
 RANKS = 8  # how many of cuBLASLt's ranked algorithms are offered
 _BYTE_MULTIPLE = 16  # sizes and leading dimensions of one-byte operands must be multiples of it
 
