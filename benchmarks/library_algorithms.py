@@ -74,11 +74,11 @@ def kernel_names(op: Op, sizes: Sequence[int]) -> list[str]:
     """Return the name of the kernel that multiplies, at each M."""
     activities = [torch.profiler.ProfilerActivity.CUDA, torch.profiler.ProfilerActivity.CPU]
     torch.cuda.synchronize()
-    with torch.profiler.profile(activities=activities) as profiler, tempfile.TemporaryDirectory() as folder:
+    with torch.profiler.profile(activities=activities) as profiler:
         for m in sizes:
             op(m, 0)
         torch.cuda.synchronize()
-        profiler.stop()
+    with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(path))
         events = [event for event in json.loads(path.read_text())["traceEvents"] if event.get("cat") == "kernel"]
@@ -99,10 +99,8 @@ def excess(times: dict[int, float], scanned: Sequence[int], algorithms: LibraryA
 
 def main() -> None:
     rows = []
-    print(
-        "family    K      N         M      algorithms changes named, run, both elsewhere | scanned by name, excess in the "
-        "mean, at most | the same without names"
-    )
+    print("family    K      N         M      algorithms; changes named, run, both, elsewhere | M scanned by name,")
+    print("excess in the mean, at most | the same without names")
     for family, k, n, first, last in RANGES:
         problem, op = op_of(family, k, n, last)
         sizes = range(first, last + 1)

@@ -61,7 +61,6 @@ def test_few_rows_and_sizes_without_a_kernel_are_not_scanned() -> None:
 def test_every_m_has_a_scanned_one_of_its_algorithm_on_both_sides(
     first: int, count: int, kinds: int, rows: int
 ) -> None:
-    """In blocks of 64 rows, or 128, in which its time is one row of tiles."""
     last = first + count
     algorithms = LibraryAlgorithms({m: f"{m // rows % kinds} {m % 16}" for m in sizes_to_ask(first, last)})
     sizes = plain_scan.sizes_to_scan([(first, last)], algorithms)
@@ -72,6 +71,6 @@ def test_every_m_has_a_scanned_one_of_its_algorithm_on_both_sides(
 
 
 def test_one_algorithm_is_timed_at_the_ends_of_blocks() -> None:
-    algorithms = LibraryAlgorithms(dict.fromkeys(sizes_to_ask(900, 1300), "a"))
-    sizes = plain_scan.sizes_to_scan([(900, 1000), (1050, 1300)], algorithms)
-    assert sizes == [900, 960, 961, 1000, 1050, 1152, 1153, 1280, 1281, 1300]
+    algorithms = LibraryAlgorithms(dict.fromkeys(sizes_to_ask(900, 4400), "a"))
+    sizes = plain_scan.sizes_to_scan([(900, 1000), (1050, 1300), (4000, 4400)], algorithms)
+    assert sizes == [900, 960, 961, 1000, 1050, 1152, 1153, 1280, 1281, 1300, 4000, 4096, 4097, 4352, 4353, 4400]

@@ -111,9 +111,10 @@ def test_algorithm_that_was_not_timed_on_both_sides_is_not_known() -> None:
 def test_one_algorithm_is_known_farther_than_where_the_library_may_choose_another() -> None:
     sizes = {100: 1.0, 200: 2.0}
     assert scanned(sizes).at_least(150, 150) is None
-    one = PlainTimes(sizes, of_function(dict.fromkeys(range(96, 208), "a")))
-    assert one.at_least(150, 150) == 1.0
-    assert PlainTimes({100: 1.0, 300: 2.0}, of_function(dict.fromkeys(range(96, 304), "a"))).at_least(150, 150) is None
+    one = of_function(dict.fromkeys(range(96, 408), "a"))
+    assert PlainTimes(sizes, one).at_least(150, 150) == 1.0
+    assert PlainTimes({100: 1.0, 356: 2.0}, one).at_least(150, 150) == 1.0
+    assert PlainTimes({100: 1.0, 357: 2.0}, one).at_least(150, 150) is None
 
 
 @given(st.data())

@@ -23,7 +23,7 @@ from .predicted_kernels import sizes_to_time
 from .sizes import SizeRange
 
 _MOST = 4  # kernels of a weight
-_LEAST_WORTH = 0.002  # the share of the time of all calls that a kernel is expected to save
+_LEAST_WORTH = 0.0005  # the share of the time of all calls that a kernel is expected to save
 _LEAST_GAIN = 0.03  # that counts at an M
 _REACH = 1.25  # an algorithm counts for M down to this factor below one at which it was timed
 

@@ -19,10 +19,10 @@ from .curves import Curves
 from .plain_times import LibraryAlgorithms
 
 TILE = 128  # cuBLAS's time jumps after each multiple of it, in bfloat16 after multiples of 64, too
-# Each algorithm is timed at its first and its last M in blocks of so many rows, up to ``_FEW`` rows and above. In
+# Each algorithm is timed at its first and its last M in blocks of so many rows, from some M on. In
 # bfloat16 8192x1024 from M = 520 to 899 the least of the two was at most 1.6% above the op's time, the least of the two
 # nearest of fixed M (three times as few) 33% above it (H200, ``benchmarks/library_algorithms.py``).
-_BLOCK_OF_FEW, _FEW = 64, 1024
+_BLOCKS = ((4097, 256), (1025, 128), (1, 64))  # (first M, rows)
 # Where no algorithm is known, M of each block: the ends, since the op's time jumps there, and others between them.
 _OFFSETS = (1, 33, 65, 97, TILE - 1, TILE)
 _FIRST = 64  # with fewer rows, every kernel takes as long as reading the weight
@@ -61,7 +61,7 @@ def sizes_to_scan(ranges: Sequence[Range], algorithms: LibraryAlgorithms) -> lis
 def _blocks(first: int, last: int) -> Iterator[Range]:
     """Yield the blocks of rows from ``first`` to ``last``; the first and the last of them may be parts."""
     while first <= last:
-        rows = _BLOCK_OF_FEW if first <= _FEW else TILE
+        rows = next(rows for start, rows in _BLOCKS if first >= start)
         end = min(last, rows * -(-first // rows))
         yield first, end
         first = end + 1

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Mapping
 STEP = 8  # algorithms change only at multiples of it and behind them
 # The most rows between two timed M on which the time between them is based, with one algorithm and where algorithms
 # are not known: there the library may choose another.
-_REACH, _UNKNOWN_REACH = 128, 40
+_REACH, _UNKNOWN_REACH = 256, 40
 
 
 def sizes_to_ask(first: int, last: int) -> list[int]:
