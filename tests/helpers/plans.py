@@ -118,7 +118,8 @@ class FakeWorker:
 
     timing_s: seconds that timing one kernel at one M takes. timed: the ids that were timed, by M, request by request.
     verified: the M at which each kernel was verified. dims: of all requests. stalls: what the next timing of a kernel
-    at an M is multiplied with. algorithms: names an algorithm of a library at each M.
+    at an M is multiplied with. algorithms: names an algorithm of a library at each M. asked: the M that the library was
+    asked for.
     """
 
     def __init__(
@@ -137,6 +138,7 @@ class FakeWorker:
         self.losses = 0
         self.dims: set[Dim] = set()
         self.algorithms: Callable[[int], str] = lambda m: ""
+        self.asked: list[int] = []
 
     def open(self, problem: Problem, seed: int) -> None:
         self.opened.append(problem)
@@ -193,6 +195,7 @@ class FakeWorker:
 
     def library_algorithms(self, item: SizedCandidate, sizes: Sequence[int]) -> dict[int, str]:
         assert Candidate.from_dict(item.candidate).id == PLAIN.id
+        self.asked += sizes
         return {m: name for m in sizes if (name := self.algorithms(m))}
 
 

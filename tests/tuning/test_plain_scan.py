@@ -62,7 +62,7 @@ def test_every_m_has_a_scanned_one_of_its_algorithm_on_both_sides(
     first: int, count: int, kinds: int, rows: int
 ) -> None:
     last = first + count
-    algorithms = LibraryAlgorithms({m: f"{m // rows % kinds} {m % 16}" for m in sizes_to_ask(first, last)})
+    algorithms = LibraryAlgorithms({m: f"{m // rows % kinds} {m % 16}" for m in range(first, last + 1)})
     sizes = plain_scan.sizes_to_scan([(first, last)], algorithms)
     assert all(first <= m <= last for m in sizes)
     assert PlainTimes(dict.fromkeys(sizes, 1.0), algorithms).at_least(first, last) == 1.0

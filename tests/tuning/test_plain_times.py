@@ -6,14 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gemmtune.tuning.plain_times import NO_ALGORITHMS, STEP, LibraryAlgorithms, PlainTimes, sizes_to_ask
+from gemmtune.tuning.plain_times import NO_ALGORITHMS, LibraryAlgorithms, PlainTimes, sizes_to_ask
 
 # --- algorithms
-
-
-def of_function(names: dict[int, str]) -> LibraryAlgorithms:
-    """Return the algorithms of a library that chooses ``names[m]`` at each M, which are asked as a session does."""
-    return LibraryAlgorithms({m: names[m] for m in sizes_to_ask(min(names), max(names)) if m in names})
 
 
 @given(st.integers(1, 300), st.integers(0, 100))
@@ -21,15 +16,21 @@ def test_every_m_of_a_range_belongs_to_one_that_is_asked(first: int, count: int)
     asked = sizes_to_ask(first, first + count)
     assert asked == sorted(set(asked))
     assert min(asked) >= 1
-    of = {m if m % STEP == 0 else m - m % STEP + 1 for m in range(first, first + count + 1)}
-    assert of <= set(asked)
-    assert len(asked) <= len(of) + 1
+    assert {m for m in range(first, first + count + 1) if m % 8 in (0, 1, 7)} <= set(asked)
+    algorithms = LibraryAlgorithms(dict.fromkeys(asked, "a"))
+    assert list(algorithms.runs(first, first + count)) == [(first, first + count, "a")]
+    assert algorithms.unclear == []
 
 
-def test_algorithm_is_that_of_the_m_asked_before_it() -> None:
-    algorithms = LibraryAlgorithms({8: "a", 9: "b", 16: "b", 17: "c"})
-    assert [algorithms.at(m) for m in (7, 8, 9, 15, 16, 17, 23, 24)] == ["", "a", "b", "b", "b", "c", "c", ""]
-    assert list(algorithms.runs(5, 30)) == [(5, 7, ""), (8, 8, "a"), (9, 16, "b"), (17, 23, "c"), (24, 30, "")]
+def test_algorithm_between_two_m_asked_is_theirs_if_it_is_one() -> None:
+    algorithms = LibraryAlgorithms({8: "a", 9: "b", 15: "b", 16: "b", 17: "c", 23: "d", 24: "d", 40: "d"})
+    assert [algorithms.at(m) for m in (7, 8, 9, 12, 16, 17, 18, 22, 23, 24, 25, 40)] == [
+        "", "a", "b", "b", "b", "c", "", "", "d", "d", "", "d",
+    ]  # fmt: skip
+    assert algorithms.unclear == [18, 19, 20, 21, 22]
+    assert list(algorithms.runs(5, 23)) == [
+        (5, 7, ""), (8, 8, "a"), (9, 16, "b"), (17, 17, "c"), (18, 22, ""), (23, 23, "d"),
+    ]  # fmt: skip
     assert list(algorithms.runs(10, 12)) == [(10, 12, "b")]
     assert list(NO_ALGORITHMS.runs(3, 4)) == [(3, 4, "")]
     assert list(algorithms.runs(4, 3)) == []
@@ -88,7 +89,7 @@ def test_expected_time_is_on_a_line() -> None:
 def test_time_is_that_of_the_same_algorithm_nearby() -> None:
     """Multiples of 8 have an algorithm of their own."""
     names = {m: "eights" if m % 8 == 0 else "others" for m in range(64, 129)}
-    times = PlainTimes({65: 10.0, 127: 12.0, 64: 3.0, 128: 5.0, 100: 20.0}, of_function(names))
+    times = PlainTimes({65: 10.0, 127: 12.0, 64: 3.0, 128: 5.0, 100: 20.0}, LibraryAlgorithms(names))
     assert times.at_least(96, 96) == 3.0
     assert times.expected(96) == pytest.approx(4.0)
     assert times.at_least(73, 79) == 10.0
@@ -100,7 +101,7 @@ def test_time_is_that_of_the_same_algorithm_nearby() -> None:
 
 def test_algorithm_that_was_not_timed_on_both_sides_is_not_known() -> None:
     names = {m: "a" if m <= 80 or m > 96 else "b" for m in range(64, 129)}
-    times = PlainTimes({64: 1.0, 80: 2.0, 97: 3.0, 128: 4.0}, of_function(names))
+    times = PlainTimes({64: 1.0, 80: 2.0, 97: 3.0, 128: 4.0}, LibraryAlgorithms(names))
     assert times.at_least(64, 80) == 1.0
     assert times.at_least(81, 96) is None
     assert times.at_least(72, 100) is None
@@ -111,7 +112,7 @@ def test_algorithm_that_was_not_timed_on_both_sides_is_not_known() -> None:
 def test_one_algorithm_is_known_farther_than_where_the_library_may_choose_another() -> None:
     sizes = {100: 1.0, 200: 2.0}
     assert scanned(sizes).at_least(150, 150) is None
-    one = of_function(dict.fromkeys(range(96, 408), "a"))
+    one = LibraryAlgorithms(dict.fromkeys(range(96, 408), "a"))
     assert PlainTimes(sizes, one).at_least(150, 150) == 1.0
     assert PlainTimes({100: 1.0, 356: 2.0}, one).at_least(150, 150) == 1.0
     assert PlainTimes({100: 1.0, 357: 2.0}, one).at_least(150, 150) is None
@@ -119,7 +120,7 @@ def test_one_algorithm_is_known_farther_than_where_the_library_may_choose_anothe
 
 @given(st.data())
 def test_least_times_are_those_of_the_nearest_with_the_same_algorithm(data: st.DataObject) -> None:
-    names = {m: data.draw(st.sampled_from("ab")) for m in sizes_to_ask(8, 72)}
+    names = {m: data.draw(st.sampled_from("ab")) for m in range(8, 73)}
     algorithms = LibraryAlgorithms(names)
     times = data.draw(st.dictionaries(st.integers(8, 72), st.floats(1.0, 9.0), min_size=1, max_size=12))
     plain = PlainTimes(times, algorithms)

@@ -887,6 +887,21 @@ def test_plain_op_is_scanned_where_its_library_chooses_other_algorithms(
     assert plan is not None
     assert {193, 200, 239, 256} <= set(plan.scan)
     assert len(plan.scan) < 30
+    assert len(worker.asked) == len(set(worker.asked)) < 0.5 * 512
+
+
+def test_library_is_asked_at_each_m_between_different_algorithms(
+    clock: FakeTime, store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    have_waves(monkeypatch)
+    close = simulated("close", lambda m: 0.95 * PLAIN_S(m))
+    worker = FakeWorker(clock, [close])
+    worker.algorithms = lambda m: "a" if m < 203 else "b"
+    plan = run_session(worker, [close], store, sizes=SizeRange(64, 512, (64, 512)))
+    assert plan is not None
+    assert {193, 202, 203, 256} <= set(plan.scan)
+    assert set(range(200, 208)) <= set(worker.asked)
+    assert 210 not in worker.asked
 
 
 def test_kernel_that_the_library_chooses_at_another_m_serves(

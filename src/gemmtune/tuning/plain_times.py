@@ -11,33 +11,38 @@ import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Mapping
 
-STEP = 8  # algorithms change only at multiples of it and behind them
+# Of 128 changes of cuBLAS's algorithm, 127 were at a multiple of it or at the M behind one (H200, 1,380 M of six
+# ranges, ``benchmarks/library_algorithms.py``).
+_STEP = 8
 # The most rows between two timed M on which the time between them is based, with one algorithm and where algorithms
 # are not known: there the library may choose another.
 _REACH, _UNKNOWN_REACH = 256, 40
 
 
 def sizes_to_ask(first: int, last: int) -> list[int]:
-    """Return the M at which to ask for algorithms to know them from ``first`` to ``last``, ascending: each multiple of
-    ``STEP``, and the M behind it."""
-    starts = range(STEP * (first // STEP), last + 1, STEP)
-    return [m for start in starts for m in (start, start + 1) if m and start + (STEP - 1) * (m > start) >= first]
+    """Return the M at which to ask for algorithms first to know them from ``first`` to ``last``, ascending: each
+    multiple of 8, and the M beside it."""
+    starts = range(_STEP * (first // _STEP), last + 1, _STEP)
+    return [m for start in starts for m in (start, start + 1, start + _STEP - 1) if m]
 
 
 class LibraryAlgorithms:
     """The algorithms that a library chooses for ATen's plain op.
 
-    names: of the algorithms, by M that are multiples of ``STEP`` or follow one (``sizes_to_ask``).
+    names: of the algorithms, by the M that were asked (``sizes_to_ask``). At M between two of these with one algorithm
+    that have no multiple of 8 between them, it is the same. unclear: the M between two of these with different ones.
     """
 
     def __init__(self, names: Mapping[int, str]) -> None:
-        self.names, runs = names, list[tuple[int, int, str]]()
+        self.names, runs, self.unclear = names, list[tuple[int, int, str]](), list[int]()
         for m in sorted(names):
-            last = m if m % STEP == 0 else m - m % STEP + STEP - 1
-            if runs and runs[-1][1:] == (m - 1, names[m]):
-                runs[-1] = (runs[-1][0], last, names[m])
+            start, before, name = runs[-1] if runs else (m, m, names[m])
+            adjoins = m == before + 1 or m // _STEP == before // _STEP
+            if runs and adjoins and name == names[m]:
+                runs[-1] = start, m, name
             else:
-                runs.append((m, last, names[m]))
+                self.unclear += range(before + 1, m) if adjoins else ()
+                runs.append((m, m, names[m]))
         self._runs, self._starts = runs, [start for start, _, _ in runs]
 
     def at(self, m: int) -> str:

@@ -220,11 +220,12 @@ class PlanSession(WeightSession):
 
     def _name_algorithms(self, ranges: Sequence[plain_scan.Range]) -> None:
         """Ask which algorithms the library of ATen's plain op chooses in some ranges of M."""
-        known = self._measurements.algorithms.names
-        sizes = sorted({m for first, last in ranges for m in sizes_to_ask(first, last)} - known.keys())
-        for name in self._measurements.plain_names if sizes else ():
-            names = self._worker.library_algorithms(self._items[name], sizes)
-            self._measurements.algorithms = LibraryAlgorithms({**known, **names})
+        sizes = {m for first, last in ranges for m in sizes_to_ask(first, last)}
+        for name in self._measurements.plain_names:
+            while missing := sorted(sizes - self._measurements.algorithms.names.keys()):
+                names = self._worker.library_algorithms(self._items[name], missing)
+                self._measurements.algorithms = LibraryAlgorithms({**self._measurements.algorithms.names, **names})
+                sizes = set(self._measurements.algorithms.unclear) if names else set()
 
     def _add_chosen_by_library(self) -> None:
         """Add kernels that the library of ATen's plain op chooses at M where it is faster than at others."""
