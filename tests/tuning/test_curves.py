@@ -49,6 +49,28 @@ def test_times_of_the_plain_op_are_the_least_of_those_that_were_measured_and_sca
     assert chosen.plain_times.at_least(110, 110) == 3.5
 
 
+def test_times_are_divided_by_the_pace_of_the_machine_beside_the_scan() -> None:
+    """From M = 300 on the machine is slower by 10% than in the scan; single ratios are noisy."""
+    sizes = range(100, 500, 20)
+    scan = {m: 1.0 + m / 100 for m in range(100, 500, 10)}
+    slower = {m: 1.1 if m >= 300 else 1.0 for m in sizes} | {200: 1.3, 380: 1.3, 420: 1.05, 140: 0.8}
+    times = {
+        PLAIN: {m: scan[m] * slower[m] for m in sizes},
+        "k": {m: 0.9 * scan[m] * slower[m] for m in (200, 380, 420)},
+    }
+    curves = Curves(1, 512, times, PLAIN, scan=scan)
+    at_pace = curves.at_scan_pace
+    assert at_pace.times["k"] == pytest.approx(
+        {200: 0.9 * scan[200] * 1.3, 380: 0.9 * scan[380] * 1.3 / 1.1, 420: 0.9 * scan[420]}
+    )
+    assert at_pace.times[PLAIN][400] == pytest.approx(scan[400])
+    assert at_pace.times[PLAIN][140] == times[PLAIN][140]  # never made longer
+    for m in (200, 380, 420):
+        assert at_pace.times["k"][m] / at_pace.times[PLAIN][m] == pytest.approx(0.9)
+    assert replace(curves, scan={}).at_scan_pace.times == times
+    assert replace(curves, scan={m: scan[m] for m in (100, 110)}).at_scan_pace.times["k"] == times["k"]
+
+
 def test_kernel_without_an_estimate_takes_at_most_as_long_as_at_the_next_larger_m() -> None:
     curves = wave_curves({"k": 16}, (100, 128))
     assert curves.expected_or_most("k", 110) == curves.expected("k", 110)

@@ -105,6 +105,15 @@ def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it()
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("slower", [1.0, 1.1])
+def test_kernel_is_compared_with_the_scan_at_the_pace_of_the_scan(slower: float) -> None:
+    """The kernel takes 0.95 of the plain op's time at each M at which both were timed; then the machine was slower."""
+    scan = dict.fromkeys(range(321, 512), 10.0)
+    curves = scanned_curves(9.5 * slower, 10.0 * slower, scan)
+    found = intervals.intervals(replace(curves, scan={320: 10.0, **scan, 512: 10.0}), {320: "k", 512: "k", 600: "k"})
+    assert {serving_at(found, m) for m in range(320, 513)} == {"k"}
+
+
 def algorithm_curves(kernel_s: float, eights_s: float, others_s: float) -> Curves:
     """Return curves of a kernel without estimates, and of a plain op that was scanned from M = 256 to 512, and whose
     library chooses an algorithm of its own at multiples of 8."""

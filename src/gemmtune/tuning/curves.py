@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from statistics import median
 
 from ..core.plan_times import least_times
 from .plain_times import NO_ALGORITHMS, LibraryAlgorithms, PlainTimes
@@ -25,6 +26,7 @@ MAX_NOISE = 0.03  # more noise than this does not excuse a difference
 REPEATABLE = 0.02
 CLOSE = 0.15  # kernels within this share of the fastest may be the fastest at an M nearby
 IRREGULAR = 1.3  # a kernel that takes this multiple of its own time at a larger M is not served at all
+_PACE_NEAR = 5  # M
 _REACH = 1.6  # estimates are compared with times at M within this factor
 
 
@@ -144,6 +146,28 @@ class Curves:
         """The times of ATen's plain op where it was timed or scanned; none if it was not scanned, or cannot serve."""
         timed = self.times.get(self.plain, {})
         return PlainTimes(least_times((self.scan, timed)) if self.scan and timed else {}, self.algorithms)
+
+    @cached_property
+    def at_scan_pace(self) -> Curves:
+        """These curves with all times at an M divided by what calls took there, when they were timed, over what they
+        took in the scan; these curves where the plain op was not scanned.
+
+        A GPU at its power limit takes longer: ATen's plain op took 1.05 to 1.19 times as long beside other kernels as
+        in its scan, in calls of 0.1 ms or more (bfloat16 4096x22016, H200, every-m-20261130-055805). Kernels looked
+        slower than the scanned plain op, by as much. Single ratios are noisy: that of an M counts up to the median of
+        those at the nearest ``_PACE_NEAR`` M.
+        """
+        timed, scan = self.times.get(self.plain, {}), PlainTimes(self.scan, self.algorithms)
+        ratios = {m: timed[m] / seconds for m in sorted(timed) if (seconds := scan.expected(m))}
+        sizes, pace = list(ratios), dict[int, float]()
+        for index, m in enumerate(sizes):
+            start = min(max(index - _PACE_NEAR // 2, 0), max(len(sizes) - _PACE_NEAR, 0))
+            near = median(ratios[size] for size in sizes[start : start + _PACE_NEAR])
+            pace[m] = max(1.0, min(ratios[m], near))
+        if not pace:
+            return self
+        times = {name: {m: s / pace.get(m, 1.0) for m, s in by_m.items()} for name, by_m in self.times.items()}
+        return replace(self, times=times)
 
     def least_of_kernels(self, m: int) -> float:
         """Return the least seconds of the kernels other than ATen's plain op at a measured M; infinite without any."""

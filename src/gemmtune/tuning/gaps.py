@@ -26,6 +26,7 @@ def expected_losses(
 
     names(m): the kernels to consider at M. least: the share of time below which a loss does not count.
     """
+    curves = curves.at_scan_pace
     weight, starts = curves.weight(), [interval.first for interval in intervals]
     losses: dict[int, tuple[float, int, str]] = {}
     for a, b in itertools.pairwise(curves.sizes):
@@ -51,6 +52,7 @@ def thin_margins(curves: Curves, intervals: Sequence[PlanInterval]) -> list[tupl
     kernels may be faster than beside them: fp8 4096x4096 was served at 1.04 of the plain op's time at M = 5234, since
     the kernel was timed at 4896 and 5376 only (H100).
     """
+    curves = curves.at_scan_pace
     thin: dict[tuple[int, str], float] = {}
     for interval in intervals if curves.waves else ():
         inside = (m for m in curves.sizes if interval.first < m < interval.last)

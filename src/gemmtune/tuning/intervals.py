@@ -29,6 +29,7 @@ def intervals(curves: Curves, points: Mapping[int, str]) -> tuple[PlanInterval, 
     estimated times cross; where backends have estimates any kernel of the points may serve between. Where a kernel
     between two measured M may take longer than ATen's plain op, the latter serves.
     """
+    curves = curves.at_scan_pace
     sizes, chosen = sorted(points), sorted(set(points.values()) - {curves.plain})
     starts = [(curves.first, points[sizes[0]])]
     for a, b in itertools.pairwise(sizes):

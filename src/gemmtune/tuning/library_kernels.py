@@ -46,6 +46,7 @@ def kernels_chosen_by_library(
     libraries = [name for name in sorted(tried & set(backends.names())) if backends.get(name).lists_by_m]
     if not libraries or not curves.plain:
         return []
+    curves = curves.at_scan_pace
     scanned = {m: min(s, curves.times[curves.plain].get(m, s)) for m, s in curves.scan.items()}
     algorithms = _bounds_by_algorithm(scanned, curves)
     weights = point_weights(replace(curves, times={"": dict.fromkeys({*curves.sizes, *scanned}, 0.0)}, plain=""))
