@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gemmtune.backends import get
+from gemmtune.backends.cublaslt.choice import chosen_algorithm
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
@@ -70,3 +71,13 @@ def test_a_kernel_can_be_captured_in_a_cuda_graph() -> None:
     graph.replay()
     torch.cuda.synchronize()
     assert torch.equal(out, wanted)
+
+
+def test_chosen_algorithms_are_the_first_of_the_ranking() -> None:
+    """That PyTorch's op runs them is what ``benchmarks/library_algorithms.py`` shows."""
+    problem = build(64, 1024, 8192, "bf16")
+    chosen = {m: chosen_algorithm(problem, m) for m in range(520, 600)}
+    assert "" not in chosen.values()
+    assert 2 < len(set(chosen.values())) < 40
+    assert chosen == {m: chosen_algorithm(problem.with_m(3), m) for m in chosen}
+    assert chosen_algorithm(build(64, 1024, 8192, "int4wo"), 64) == ""

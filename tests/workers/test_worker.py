@@ -506,6 +506,21 @@ def test_candidate_is_verified_at_several_m(shared_worker: Worker, name: str, ki
     assert shared_worker.verify_sizes(sized(hostile_candidate("good"))[0], [33]).verdict.ok
 
 
+def test_algorithms_of_a_library_are_named_by_m(shared_worker: Worker) -> None:
+    (good,) = sized(hostile_candidate("good"))
+    assert shared_worker.library_algorithms(good, [1, 64]) == {}  # no library chooses
+    (crashing,) = sized(hostile_candidate("segv"))
+    assert shared_worker.library_algorithms(crashing, [1]) == {}
+    assert shared_worker.verify_sizes(good, [33]).verdict.ok
+
+
+def test_algorithms_of_the_op_that_pytorch_runs_are_named(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(AtenKernel, "library_algorithm", lambda kernel, m: "even" if m % 2 == 0 else "")
+    with LocalWorker(target) as worker:
+        worker.open(PROBLEM, 1)
+        assert worker.library_algorithms(sized(ATEN)[0], [1, 2, 3, 4]) == {2: "even", 4: "even"}
+
+
 def test_timing_and_verifying_alternate(target: Target) -> None:
     candidates = sized(ATEN, hostile_candidate("packed"))
     with LocalWorker(target) as worker:

@@ -1,7 +1,7 @@
 """Kernels that a library chooses for ATen's plain op at M where it is unusually fast, for M at which the library
 chooses a slower one.
 
-In bfloat16 8192x1024 cuBLAS takes 34 us at M = 704 to 727, and 20.7 us at 728, by an algorithm that computes fewer rows
+In bfloat16 8192x1024 cuBLAS takes 34 us at M = 704 to 727, and 20.3 us at 728, by an algorithm that computes fewer rows
 as well (H200, ``benchmarks/library_algorithms.py``). At a fixed M it is served by ``cublaslt``'s kernels.
 """
 

@@ -20,7 +20,7 @@ from .plain_times import LibraryAlgorithms
 
 TILE = 128  # cuBLAS's time jumps after each multiple of it, in bfloat16 after multiples of 64, too
 # Each algorithm is timed at its first and its last M in blocks of so many rows, from some M on. In
-# bfloat16 8192x1024 from M = 520 to 899 the least of the two was at most 1.6% above the op's time, the least of the two
+# bfloat16 8192x1024 from M = 520 to 899 the least of the two was at most 3.3% above the op's time, the least of the two
 # nearest of fixed M (three times as few) 33% above it (H200, ``benchmarks/library_algorithms.py``).
 _BLOCKS = ((4097, 256), (1025, 128), (1, 64))  # (first M, rows)
 # Where no algorithm is known, M of each block: the ends, since the op's time jumps there, and others between them.

@@ -1,6 +1,6 @@
 """The times of ATen's plain op at every M, from those at some M and the algorithms that its library chooses.
 
-cuBLAS chooses one of many algorithms for each M. In bfloat16 8192x1024 takes 25.3 us at M = 687, 34.8 at 688 and 22.3
+cuBLAS chooses one of many algorithms for each M. In bfloat16 8192x1024 takes 25.5 us at M = 687, 34.1 at 688 and 22.0
 at 689, each by another algorithm or the same one in other tiles (H200, ``benchmarks/library_algorithms.py``). With one
 algorithm, and in one row of tiles, more rows take no longer: what a tile lacks is filled with zeros, which takes time.
 """
