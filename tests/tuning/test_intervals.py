@@ -105,6 +105,17 @@ def test_kernel_without_estimates_serves_from_where_the_scan_is_slower_than_it()
     ]  # fmt: skip
 
 
+def test_kernel_without_estimates_is_compared_with_a_scan_of_a_part() -> None:
+    """The scan begins at M = 300: below it the times of the plain op at the ends count."""
+    scan = {m: 9.0 if m <= 400 else 12.0 for m in range(300, 512)}
+    times = {"k": dict.fromkeys((256, 512), 10.0), PLAIN: dict.fromkeys((256, 512), 12.0)}
+    curves = Curves(256, 512, times, PLAIN, {"k": 64}, waves=True, scan=scan)
+    assert intervals._first_not_slower(curves, "k", 256, 512, 320, 512) == 401
+    assert intervals._first_not_slower(curves, "k", 256, 512, 401, 512) == 401
+    assert intervals._first_not_slower(curves, "k", 256, 512, 320, 390) == 390
+    assert intervals._first_not_slower(curves, "k", 256, 512, 257, 512) == 257
+
+
 @pytest.mark.parametrize("slower", [1.0, 1.1])
 def test_kernel_is_compared_with_the_scan_at_the_pace_of_the_scan(slower: float) -> None:
     """The kernel takes 0.95 of the plain op's time at each M at which both were timed; then the machine was slower."""

@@ -46,7 +46,7 @@ def _starts_between(
     last run begins at the next measured M, ``b``, or before, and is that of ``right``, which serves ``b``. chosen: the
     kernels of all points, without ATen's plain op."""
     has_estimates = [curves.expected(name, a + 1) is not None for name in (left, right) if name != curves.plain]
-    if curves.plain_times.at_least(a, b) is not None or (all(has_estimates) and len(has_estimates) == 2):
+    if curves.plain_times.at_least(a, b) is not None or has_estimates == [True, True]:
         return [*_expected_starts(curves, chosen, left, a, b), (b, right)]
     if left == curves.plain:
         return [(b, right)]
@@ -130,7 +130,8 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
     ``margin`` of its time, where its next row of tiles may take it as long as it takes at ``b``; ``first`` on a device
     without waves.
 
-    The times of the plain op are those of its scan; without one they are interpolated between ``a`` and ``b``. fp8
+    The times of the plain op are those of its scan, if all of these M were scanned, but not all from ``a`` to ``b``;
+    otherwise they are interpolated between ``a`` and ``b``. fp8
     3481x4096x11008 was served at 1.086 of the plain op's time (H100): at M = 3378 and 3713 the kernel is 5% and 6%
     faster, but it has another wave of tiles from 3457 on. A kernel of a library, whose tiles are not known, was at
     1.043 at M = 7897, between two M where it is 2% and 3% faster (bf16 4096x4096, H200).
@@ -141,6 +142,9 @@ def _first_not_slower(curves: Curves, name: str, a: int, b: int, first: int, end
     plain_b = plain[b]
     least_s = min(plain[a], plain_b)
     seconds = (curves.at_most(name, b) + curves.overhead_s) / (1.0 - margin)
+    if curves.plain_times.at_least(first, end) is not None:
+        slower = (m for m in range(end - 1, first - 1, -1) if seconds > (curves.plain_times.at_least(m, m) or math.inf))
+        return next(slower, first - 1) + 1
     if seconds <= least_s or seconds == math.inf:
         return first
     if seconds >= plain_b:
