@@ -27,7 +27,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
 from gemmtune.timing.outcome import LeaderUpdate
-from gemmtune.workers.contract import Limits, WorkerLost, WorkerStartError
+from gemmtune.workers.contract import Declined, Limits, WorkerLost, WorkerStartError
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import tagged
 from gemmtune.workers.protocol import SizedCandidate
@@ -519,6 +519,14 @@ def test_algorithms_of_the_op_that_pytorch_runs_are_named(target: Target, monkey
     with LocalWorker(target) as worker:
         worker.open(PROBLEM, 1)
         assert worker.library_algorithms(sized(ATEN)[0], [1, 2, 3, 4]) == {2: "even", 4: "even"}
+
+
+def test_declined_request_for_algorithms_names_none(shared_worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
+    def decline(*arguments: object) -> None:
+        raise Declined("the worker could not do it: RuntimeError")
+
+    monkeypatch.setattr(shared_worker, "_ask", decline)
+    assert shared_worker.library_algorithms(sized(ATEN)[0], [1, 2]) == {}
 
 
 def test_timing_and_verifying_alternate(target: Target) -> None:

@@ -79,9 +79,9 @@ class PlanSession(WeightSession):
             self._time_coarsely()
             self._time_predicted()
             self._scan_plain(seconds)
-            self._add_chosen_by_library()
-            self._time_late()
-            self._time_predicted()
+            added = self._add_chosen_by_library()
+            if self._time_late() or added:
+                self._time_predicted()
             self._time_under_load(seconds)
             self._time_slow_sizes()
             stopped = self._refine()
@@ -130,15 +130,16 @@ class PlanSession(WeightSession):
 
     # --- timing
 
-    def _time_late(self) -> None:
-        """Add the kernels that were still being built, and time them. The time for other M is not shortened by what
-        their builds take."""
+    def _time_late(self) -> bool:
+        """Add the kernels that were still being built, and time them. Return whether there were any. The time for other
+        M is not shortened by what their builds take."""
         if not self._late:
-            return
+            return False
         started = time.perf_counter()
         added, self._late = self._add_built(self._late), ()
         self._end += time.perf_counter() - started
         self._time_added(added)
+        return True
 
     def _time_added(self, added: Sequence[str]) -> None:
         """Time kernels at the M of ``_time_coarsely`` near those at which they are expected to be fast, beside ATen's
@@ -227,11 +228,14 @@ class PlanSession(WeightSession):
                 self._measurements.algorithms = LibraryAlgorithms({**self._measurements.algorithms.names, **names})
                 sizes = set(self._measurements.algorithms.unclear) if names else set()
 
-    def _add_chosen_by_library(self) -> None:
-        """Add kernels that the library of ATen's plain op chooses at M where it is faster than at others."""
+    def _add_chosen_by_library(self) -> bool:
+        """Add kernels that the library of ATen's plain op chooses at M where it is faster than at others. Return
+        whether there are any."""
         curves = self._measurements.curves("").without(self._measurements.out)
         without = {*self._measurements.pool, *self._faulty}
-        self._add(kernels_chosen_by_library(self._problem, self._target, self._decisions, curves, self._sizes, without))
+        kernels = kernels_chosen_by_library(self._problem, self._target, self._decisions, curves, self._sizes, without)
+        self._add(kernels)
+        return bool(kernels)
 
     def _active(self, m: int) -> list[str]:
         """Return the kernels to time at M: ATen's plain op, those that are expected to be fast within a factor of

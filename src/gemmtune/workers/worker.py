@@ -219,11 +219,11 @@ class Worker:
 
     def library_algorithms(self, item: SizedCandidate, sizes: Sequence[int]) -> dict[int, str]:
         """Return the names of the algorithms that a library chooses for a candidate, by M, without those that are not
-        known; none after a loss of the worker. See ``Kernel.library_algorithm``."""
+        known; none where the worker is lost, or the kernel raises an error. See ``Kernel.library_algorithm``."""
         try:
             named = self._ask(NameAlgorithms(item, list(sizes)), self._limits.open_s, AlgorithmsNamed)
-        except WorkerLost as loss:
-            log.debug("the algorithms of a library are not known: %s", loss)
+        except (WorkerLost, Declined) as error:
+            log.debug("the algorithms of a library are not known: %s", error)
             return {}
         return {m: name for m, name in zip(sizes, named.names, strict=True) if name}
 
