@@ -152,10 +152,10 @@ class Curves:
         """These curves with all times at an M divided by what calls took there, when they were timed, over what they
         took in the scan; these curves where the plain op was not scanned.
 
-        A GPU at its power limit takes longer: ATen's plain op took 1.05 to 1.19 times as long beside other kernels as
-        in its scan, in calls of 0.1 ms or more (bfloat16 4096x22016, H200, every-m-20261130-055805). Kernels looked
-        slower than the scanned plain op, by as much. Single ratios are noisy: that of an M counts up to the median of
-        those at the nearest ``_PACE_NEAR`` M.
+        A GPU at its power limit takes longer: ATen's plain op took 1.03 to 1.19 times as long beside other kernels as
+        in its scan, from M = 2047 on (bfloat16 4096x22016, H200, ``plan_us`` and ``scan_us`` of
+        every-m-20261130-055805). Kernels looked slower than the scanned plain op, by as much. Single ratios are noisy:
+        that of an M counts up to the median of those at the nearest ``_PACE_NEAR`` M.
         """
         timed, scan = self.times.get(self.plain, {}), PlainTimes(self.scan, self.algorithms)
         ratios = {m: timed[m] / seconds for m in sorted(timed) if (seconds := scan.expected(m))}

@@ -2,7 +2,8 @@
 chooses a slower one.
 
 In bfloat16 8192x1024 cuBLAS takes 34 us at M = 704 to 727, and 20.3 us at 728, by an algorithm that computes fewer rows
-as well (H200, ``benchmarks/library_algorithms.py``). At a fixed M it is served by ``cublaslt``'s kernels.
+as well (H200, ``benchmarks/library_algorithms.py``). A kernel of ``cublaslt`` runs the algorithm that is chosen for one
+M at all others.
 """
 
 from __future__ import annotations

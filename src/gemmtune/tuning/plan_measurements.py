@@ -441,8 +441,8 @@ class Measurements:
         for interval in plan_intervals:
             if interval.kernel == curves.plain or interval.last - interval.first < 2:
                 continue
-            has_bound = curves.plain_times.at_least(interval.first, interval.last) is not None
-            reach = 1.0 if self._estimate(interval.kernel, interval.first) is None and not has_bound else _NEARBY
+            is_scanned = curves.plain_times.at_least(interval.first, interval.last) is not None
+            reach = 1.0 if self._estimate(interval.kernel, interval.first) is None and not is_scanned else _NEARBY
             nearby = PlanInterval(math.ceil(interval.first / reach), int(interval.last * reach), interval.kernel)
             seen = {m % 2 for m in intervals.measured_inside(curves, interval.kernel, nearby)}
             for parity in {0, 1} - seen:

@@ -21,7 +21,8 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
     """Return a name of the algorithm that cuBLAS chooses for a Problem with ``m`` rows, whose own M does not count.
     Empty where cuBLASLt does not support the product, or has no algorithm for it.
 
-    The first call for a Problem makes descriptors; later ones take 90 to 180 us beside an H200.
+    The first call for a Problem makes descriptors; later ones take 90 to 180 us beside an H200 (a script
+    that was not kept).
     """
     try:
         operation = _operation_of(problem)
