@@ -4,15 +4,17 @@
     python benchmarks/new_lengths.py --device cpu --layers 4 --width 512 --count 100
 
 A transformer in bfloat16 (RMS norms, attention, SwiGLU) is compiled with ``dynamic=True`` by Inductor and by
-``backend="gemmtune"``, which tunes its products first. Then each of ``--count`` random lengths is run three times by
-each, and eagerly, in a random order: the first call less the third is what a new length costs. On a GPU the stream is
-idle before each call. Raw data is written to benchmarks/results/ (or to $OUT).
+``backend="gemmtune"``, which tunes its products first. Then each of ``--count`` random lengths is run three times: the
+first call less the third is what a new length costs. Each way, and eager PyTorch, has a process of its own: cuBLAS and
+oneDNN remember products of a process, so that in one process the first to run a length would pay for all. On a GPU the
+stream is idle before each call. Raw data is written to benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import multiprocessing
 import os
 import random
 import statistics
@@ -31,11 +33,11 @@ import gemmtune
 from gemmtune.dispatch import current_target
 
 HEADS = 4
+WAYS = ("eager", "torch.compile", "backend=gemmtune")
 
 
 def build(width: int, layers: int, device: torch.device) -> nn.Module:
-    """Return a transformer whose class is its own: Dynamo keeps what it compiled on a class's forward, so that models
-    of one class slow each other."""
+    """Return a transformer."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -68,6 +70,31 @@ def milliseconds(run: Callable[[Tensor], Tensor], x: Tensor) -> float:
     return 1e3 * (time.perf_counter() - start)
 
 
+def measure(way: str, arguments: argparse.Namespace) -> list[list[float]]:
+    """Return the milliseconds of three calls with each length, by one of ``WAYS``."""
+    device, last = torch.device(arguments.device), 4000 if arguments.device == "cuda" else 400
+    if device.type == "cpu":
+        torch.set_num_threads(1)
+
+    def tokens(length: int) -> Tensor:
+        return torch.randn(1, length, arguments.width).to(device, torch.bfloat16)
+
+    options = {} if arguments.budget is None else {"budget": arguments.budget}
+    model: Callable[[Tensor], Tensor] = build(arguments.width, arguments.layers, device)
+    if way == "torch.compile":
+        model = torch.compile(model, dynamic=True)
+    elif way == "backend=gemmtune":
+        model = gemmtune.compile(model, dynamic=True, options=options)
+    with torch.no_grad():
+        start = time.perf_counter()
+        for length in (17, 33, 40, 50, 60):
+            model(tokens(length))
+        print(f"{way}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
+        gc.disable()
+        lengths = random.Random(5).sample(range(70, last + 1), arguments.count)
+        return [[milliseconds(model, x) for _ in range(3)] for x in map(tokens, lengths)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu")
@@ -76,38 +103,18 @@ def main() -> None:
     parser.add_argument("--count", type=int, default=60, help="random lengths from 70 to 400 (GPU: 4000) [60]")
     parser.add_argument("--budget", type=float, help="seconds to tune a problem that is not in the store")
     args = parser.parse_args()
-    if args.device == "cpu":
-        torch.set_num_threads(1)
-    device, last = torch.device(args.device), 4000 if args.device == "cuda" else 400
-    width = args.width or (2048 if device.type == "cuda" else 256)
-
-    def tokens(length: int) -> Tensor:
-        return torch.randn(1, length, width).to(device, torch.bfloat16)
-
-    options = {} if args.budget is None else {"budget": args.budget}
-    runs: dict[str, Callable[[Tensor], Tensor]] = {
-        "eager": build(width, args.layers, device),
-        "torch.compile": torch.compile(build(width, args.layers, device), dynamic=True),
-        "backend=gemmtune": gemmtune.compile(build(width, args.layers, device), dynamic=True, options=options),
-    }
-    times: dict[str, list[list[float]]] = {name: [] for name in runs}
-    rng = random.Random(5)
-    with torch.no_grad():
-        for name, run in runs.items():
-            start = time.perf_counter()
-            for length in (17, 33, 40, 50, 60):
-                run(tokens(length))
-            print(f"{name}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
-        gc.disable()
-        for length in rng.sample(range(70, last + 1), args.count):
-            for name in rng.sample(list(runs), len(runs)):
-                times[name].append([milliseconds(runs[name], tokens(length)) for _ in range(3)])
+    args.width = args.width or (2048 if args.device == "cuda" else 256)
+    times: dict[str, list[list[float]]] = {}
+    for way in WAYS:
+        with multiprocessing.get_context("spawn").Pool(1) as pool:
+            times[way] = pool.apply(measure, (way, args))
     print(f"{'':<18}{'new length':>12}{'quartiles':>18}{'later call':>12}   ms")
     for name, rows in times.items():
         low, middle, high = statistics.quantiles([first - third for first, _, third in rows], n=4)
         later = statistics.median(third for *_, third in rows)
         print(f"{name:<18}{middle:>12.2f}{low:>10.2f}{high:>8.2f}{later:>12.2f}")
-    write_results("new-lengths", times, target=current_target(device).to_dict(), arguments=vars(args), width=width)
+    target = current_target(torch.device(args.device)).to_dict()
+    write_results("new-lengths", times, target=target, arguments=vars(args), width=args.width)
 
 
 if __name__ == "__main__":

@@ -50,14 +50,14 @@ def test_ranges_that_adjoin_are_one() -> None:
 
 
 def test_few_rows_and_sizes_without_a_kernel_are_not_scanned() -> None:
-    assert plain_scan.ranges_to_scan(beside_plain({1: 1.0, 16: 1.0, 300: 1.0})) == [(64, 300)]
+    assert plain_scan.ranges_to_scan(beside_plain({1: 1.0, 16: 1.0, 300: 1.0})) == [(17, 300)]
     curves = beside_plain({128: 1.0, 256: 1.0, 512: 1.0})
     without = replace(curves, times={**curves.times, "k": {128: 1e-4, 256: 1e-4}})
     assert plain_scan.ranges_to_scan(without) == [(128, 256)]
     assert plain_scan.ranges_to_scan(replace(curves, times={PLAIN: curves.times[PLAIN]})) == []
 
 
-@given(st.integers(64, 1500), st.integers(0, 400), st.integers(1, 40), st.sampled_from([8, 16, 64]))
+@given(st.integers(17, 1500), st.integers(0, 400), st.integers(1, 40), st.sampled_from([8, 16, 64]))
 def test_every_m_has_a_scanned_one_of_its_algorithm_on_both_sides(
     first: int, count: int, kinds: int, rows: int
 ) -> None:

@@ -12,7 +12,7 @@ from .plan import Plan, PlanEntry
 
 
 class PlanKernels:
-    """A Plan's kernels, each of which is loaded when a size first needs it. Not thread-safe but for ``loaded``:
+    """A Plan's kernels, each of which is loaded when it is first needed. Not thread-safe but for ``loaded``:
     ``Runtime`` locks.
 
     problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
@@ -26,6 +26,16 @@ class PlanKernels:
         self._plan, self._problem, self._load, self._faulty = plan, problem, load, faulty
         self._firsts = [interval.first for interval in plan.intervals]
         self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
+
+    @property
+    def last_sizes(self) -> list[int]:
+        """The last size of each of the Plan's intervals."""
+        return [interval.last for interval in self._plan.intervals]
+
+    def load_intervals(self) -> None:
+        """Load the kernels that serve the Plan's intervals."""
+        for size in self.last_sizes:
+            self.of_size(size)
 
     def loaded(self, size: int) -> Kernel | None:
         """Return the kernel for an M, or a batch, if it is the best that the Plan has and served before; else None.

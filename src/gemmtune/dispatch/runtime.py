@@ -82,6 +82,7 @@ class Runtime:
         self._tuning = threading.Lock()
         self._store: Store | None = None
         self._indices: dict[DeviceKey, DecisionIndex] = {}
+        self._plan_kernels: dict[Any, PlanKernels] = {}
         self._loader = KernelLoader(lambda device: current_target(device), self.artifacts, self.warn_once)
         self._asked: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
@@ -93,7 +94,7 @@ class Runtime:
             if store is not None:
                 self._store = store
             self._invalidate()
-            self._indices.clear()
+            self._forget_decisions()
             self._loader.clear()
             self._asked.clear()
             self._busy_until = 0.0
@@ -113,6 +114,10 @@ class Runtime:
         with self._lock:
             self.policy = name
             self.refresh()
+
+    def _forget_decisions(self) -> None:
+        self._indices.clear()
+        self._plan_kernels.clear()
 
     def _invalidate(self) -> None:
         """Empty the dispatch cache. What other threads are preparing meanwhile has an older generation, and is not
@@ -245,7 +250,7 @@ class Runtime:
             self._tuning.release()
             with self._lock:  # after the release, so that no call that found the lock taken is cached
                 self._invalidate()
-                self._indices.clear()
+                self._forget_decisions()
                 self._asked.add((problem.key, str(device)))  # a refresh by the hook cleared that
 
     def _is_miss(self, problem: Problem, device: torch.device) -> bool:
@@ -267,9 +272,23 @@ class Runtime:
         """Return the Plan's choice for the Problem. tuned: a Problem that the Plan was made for, of any size."""
         if plan is None:
             return Choice(None)
-        load = partial(self._loader.load, device=device, packing=packing, from_store=True)
-        kernels = PlanKernels(plan, tuned, load, faulty)
+        kernels = self._kernels_of(plan, tuned, packing, device, faulty)
         return Choice(kernels.of_size(problem.size(plan.dim)), kernels)
+
+    def _kernels_of(
+        self, plan: Plan, tuned: Problem, packing: str | None, device: torch.device, faulty: Collection[str]
+    ) -> PlanKernels:
+        """Return the kernels of a Plan, those of its intervals loaded: otherwise the first call with an M that needs
+        one would wait for it. While a CUDA graph is captured, only those that were loaded before."""
+        key = id(plan), devices.get(device.type).key(device), frozenset(faulty)  # a PlanKernels keeps its Plan
+        kernels = self._plan_kernels.get(key)
+        if kernels is None:
+            load = partial(self._loader.load, device=device, packing=packing, from_store=True)
+            kernels = PlanKernels(plan, tuned, load, faulty)
+            if not devices.is_capturing(device):
+                kernels.load_intervals()
+                self._plan_kernels[key] = kernels
+        return kernels
 
     def preload(self, problem: Problem, packing: str | None, device: torch.device) -> int:
         """Load every kernel that the Problem's Plans may serve, so that CUDA graphs that are captured at any M, or

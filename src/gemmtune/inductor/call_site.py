@@ -6,6 +6,7 @@ decisions of the store, as eager ops do. Where no kernel serves, PyTorch's own f
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -41,11 +42,14 @@ Run = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 class CallSite:
     """A product in a compiled graph.
 
-    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. shared: another
-    CallSite of the same weights, whose merged and packed forms this one uses. Raises ValueError for a malformed text.
+    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. any_m: whether
+    sizes of the result are symbolic in the graph. shared: another CallSite of the same weights, whose merged and packed
+    forms this one uses. Raises ValueError for a malformed text.
     """
 
-    def __init__(self, text: str, inductor_signals: bool = False, shared: CallSite | None = None) -> None:
+    def __init__(
+        self, text: str, inductor_signals: bool = False, any_m: bool = False, shared: CallSite | None = None
+    ) -> None:
         self.call = GraphCall.from_json(text)
         self._inductor_signals = inductor_signals and self.call.problem.b.constant
         self._count = self.call.weight_count
@@ -64,9 +68,11 @@ class CallSite:
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
         self._binders: dict[Kernel, Callable[[int], Launch] | None] = {}  # what Kernel.bind_any_m returned
+        self._prepared_plans: set[str | None] = set()  # by layout: those whose kernels are all loaded and bound
         self._generation = -1
         simpler = self.call.simpler
-        self._simpler = None if simpler is None else CallSite(simpler.to_json(), shared=self)
+        self._simpler = None if simpler is None else CallSite(simpler.to_json(), any_m=any_m, shared=self)
+        self._any_m, self._simpler_is_prepared = any_m, False
 
     def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
         """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
@@ -96,6 +102,8 @@ class CallSite:
             self._layouts.clear()
             self._plans.clear()
             self._binders.clear()
+            self._prepared_plans.clear()
+            self._simpler_is_prepared = False
             self._generation = RUNTIME.generation
         return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
 
@@ -121,6 +129,9 @@ class CallSite:
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
             self._runs[self._size_of(a)] = run
+            if self._any_m and not self._simpler_is_prepared:
+                self._simpler_is_prepared = True
+                self._prepare_simpler(out, a, weights, aux)
         return run
 
     def _serving(self, a: Tensor) -> CallSite:
@@ -133,6 +144,16 @@ class CallSite:
                 return site
             site = site._simpler
         return self
+
+    def _prepare_simpler(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+        """Compute the product once by the simpler CallSite if that serves more rows than this one: kernels for the norm
+        and the gate are compiled, and the weights packed, in the graph's first call."""
+        simpler, index = self._simpler, RUNTIME.index(a.device)
+        if simpler is None:
+            return
+        plan, own = index.tuned_plan(simpler._plan_key), index.tuned_plan(self._plan_key)
+        if plan is not None and plan.last > (0 if own is None else own.last):
+            self._run_simpler(simpler)(torch.empty_like(out), a, weights, aux)
 
     def _run_simpler(self, simpler: CallSite) -> Run:
         """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate
@@ -190,12 +211,36 @@ class CallSite:
             self._plans[layout] = choice.plan
         return choice.kernel
 
+    def _prepare_plan(self, layout: str | None, a: Tensor, b: Any, aux: Sequence[Tensor]) -> None:
+        """Bind all kernels of a layout's plan in the graph's first call. To bind a kernel first takes milliseconds, for
+        which the first call with an M that needs it would wait."""
+        plan = None if self._is_batched or layout in self._prepared_plans else self._plans.get(layout)
+        if plan is None or devices.is_capturing(a.device):
+            return
+        is_bound = self._is_dense(a, aux) and isinstance(b, Tensor | PackedWeight)
+        for size in (*plan.last_sizes, a.shape[0]):  # that of ``a`` last, since it sets ``Kernel.overlap``
+            kernel = RUNTIME.kernel_of_size(plan, size)
+            if kernel is not None and is_bound and kernel not in self._binders:
+                bind = self._binders[kernel] = kernel.bind_any_m(a, b, aux)
+                with contextlib.suppress(KernelError, UnsupportedError):  # warned of when that M is served
+                    if bind is not None:
+                        bind(size)
+        if is_bound:
+            self._prepared_plans.add(layout)
+
+    def _is_dense(self, a: Tensor, aux: Sequence[Tensor]) -> bool:
+        """Whether M alone tells the launch: all tensors that depend on it are dense. With one row it does not."""
+        return not self._is_batched and a.shape[0] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux))
+
     def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by the kernel that serves the weights as they are, or by PyTorch."""
-        kernel = None if self.call.form == "int4pack" else self._kernel(None, a)
-        if kernel is None:  # only PyTorch's operator reads weights of int4pack as they are
+        if self.call.form == "int4pack":  # only PyTorch's operator reads these weights as they are
             return self._plain(a, weights, aux)
-        launch = self._bound(kernel, a, self._raw(weights), aux)
+        kernel, raw = self._kernel(None, a), self._raw(weights)
+        self._prepare_plan(None, a, raw, aux)
+        if kernel is None:
+            return self._plain(a, weights, aux)
+        launch = self._bound(kernel, a, raw, aux)
         single = not self.call.parts or self.call.form == "linear"
         if launch is None or not single:
             return self._guarded(kernel, partial(self._run_raw, _unbound(kernel, a.device)))
@@ -275,6 +320,7 @@ class CallSite:
     def _by_packed_kernel(self, kernel: Kernel, packed: PackedWeight, a: Tensor, aux: Sequence[Tensor]) -> Run:
         """Return a function that packs the weights again where they have changed."""
         forms, device, layout = self._packed, a.device, packed.layout
+        self._prepare_plan(layout, a, packed, aux)
         launch = self._bound(kernel, a, packed, aux)
         run_kernel = _unbound(kernel, device)
 
@@ -297,8 +343,7 @@ class CallSite:
         """Return the kernel's launch by address; None where it has none."""
         if not isinstance(b, Tensor | PackedWeight):
             return None
-        # Where all tensors that depend on M are dense, M alone tells the launch. With one row it does not.
-        is_dense = not self._is_batched and a.shape[0] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux))
+        is_dense = self._is_dense(a, aux)
         if is_dense and kernel not in self._binders:
             self._binders[kernel] = kernel.bind_any_m(a, b, aux)
         bind = self._binders[kernel] if is_dense else None
