@@ -17,21 +17,16 @@ from torch import Tensor
 import gemmtune
 from gemmtune import fuse
 from gemmtune.core.checks import ShapeError
-from gemmtune.core.decision import Verdict
 from gemmtune.core.errors import KernelError
-from gemmtune.core.problem import Problem
-from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.weights import PackedWeight
 from gemmtune.dispatch import RUNTIME, cache, current_target, policy
 from gemmtune.ops import operands
 from gemmtune.store import MemoryStore
-from helpers.serving import TOY_RUNS, ToyKernel, bind_toy, bind_toy_any_m, register, toy
+from helpers.serving import TOY_RUNS, ToyKernel, bind_toy, bind_toy_any_m, plan_of_toys, register
 
 K, N = 12, 20
 WEIGHT, BIAS, COLUMN = torch.randn(N, K), torch.randn(N), torch.rand(N)
 INTEGERS = torch.randint(-8, 8, (N, K), dtype=torch.int8)
-FIRST, SECOND = toy(tag=1), toy(tag=2)
-STEP = 7  # each M up to it, and beyond 2 * STEP, is served by one kernel, those between by another
 
 
 def leading(m: int, dims: int) -> tuple[int, ...]:
@@ -82,32 +77,14 @@ def packed(own_store: MemoryStore) -> PackedWeight:
     packed = PackedWeight("toy:plain", (WEIGHT.t().clone(),), N, K, "float32", None, "toy", "col")
     for problem, _ in recording.problems:
         for constant in (problem, gemmtune.ops.linear.describe(rows(4), packed, BIAS).problem):
-            own_store.put_plan(current_target(), plan_of(constant))
+            own_store.put_plan(current_target(), plan_of_toys(constant))
     with gemmtune.record() as recording:
         for form in FORMS.values():
             form(4, 2, packed)
     for problem, _ in recording.problems:
-        own_store.put_plan(current_target(), plan_of(problem))
+        own_store.put_plan(current_target(), plan_of_toys(problem))
     RUNTIME.refresh(own_store)
     return packed
-
-
-def plan_of(problem: Problem) -> TunedPlan:
-    """Return a plan in which two toy kernels serve M in turn, raw and packed."""
-    layouts = {"": (FIRST, SECOND), "toy:plain": (toy("plain", 1), toy("plain", 2))}
-    kernels = tuple(
-        PlanKernel(
-            k.to_dict(), k.id, 8, packing=layout or None, times={1: 1e-6, 64: 1e-5}, verified=(1,),
-            verdict=Verdict("within_bound"),
-        )
-        for layout, pair in layouts.items() for k in pair
-    )  # fmt: skip
-    spans = [(1, STEP, 0), (STEP + 1, 2 * STEP, 1), (2 * STEP + 1, 64, 0)]
-    intervals = {
-        layout: tuple(PlanInterval(first, last, pair[index].id) for first, last, index in spans)
-        for layout, pair in layouts.items()
-    }
-    return TunedPlan(problem.plan_key, problem.to_dict(), current_target().key, 1, 64, intervals, kernels)
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ import torch
 
 import gemmtune
 from gemmtune import backends
+from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision, Verdict
 from gemmtune.core.errors import PackedWeightError, StoreBusy
@@ -25,7 +26,7 @@ from gemmtune.dispatch.cache import DISPATCH_CACHE
 from gemmtune.store import MemoryStore
 from helpers.factories import make_legal_plan
 from helpers.forking import passes_in_forked_child
-from helpers.serving import TOY_RUNS, decide, evidence, register, store_decision, toy
+from helpers.serving import TOY_RUNS, ToyBackend, decide, evidence, plan_of_toys, register, store_decision, toy
 
 W = torch.randn(5, 4)
 
@@ -120,6 +121,29 @@ def test_kernel_that_failed_at_a_batch_serves_none(
     own_store.remember_failure(current_target(), key, kernel, Verdict("wrong"))
     RUNTIME.refresh(own_store)
     assert kernel_at(5) is None
+
+
+def test_first_call_loads_the_kernels_of_all_intervals(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later M waits for a kernel to be loaded. While a CUDA graph is captured, none is."""
+    loaded: list[str] = []
+    load = ToyBackend.load
+
+    def record(backend: ToyBackend, artifact: Artifact, problem: Problem) -> Kernel:
+        loaded.append(artifact.candidate.id)
+        return load(backend, artifact, problem)
+
+    monkeypatch.setattr(ToyBackend, "load", record)
+    own_store.put_plan(current_target(), plan_of_toys(problem(8)))
+    RUNTIME.refresh(own_store)
+    with monkeypatch.context() as capturing:
+        capturing.setattr(runtime.devices, "is_capturing", lambda _: True)
+        assert RUNTIME.kernel_for(problem(3)) is None
+    assert loaded == []
+    for m, tag in ((3, 1), (9, 2), (64, 1)):
+        kernel = RUNTIME.kernel_for(problem(m))
+        assert kernel is not None
+        assert kernel.candidate.id == toy("", tag).id
+        assert loaded == [toy("", 1).id, toy("", 2).id]
 
 
 class BusyStore(MemoryStore):

@@ -16,6 +16,7 @@ from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.decision import Decision, Evidence, Sample, Verdict
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
+from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.store.base import Store
@@ -119,6 +120,25 @@ class ToyBackend(Backend):
 def toy(layout: str = "", tag: int = 0) -> Candidate:
     """Return a toy candidate whose weight is packed in ``layout`` (empty: not packed)."""
     return Candidate.make("toy", "slow", layout=layout, tag=tag)
+
+
+def plan_of_toys(problem: Problem) -> TunedPlan:
+    """Return a plan in which two toy kernels serve M from 1 to 64 in turn (1 to 7, 8 to 14, 15 to 64), raw and packed
+    as ``toy:plain``."""
+    layouts = {"": (toy("", 1), toy("", 2)), "toy:plain": (toy("plain", 1), toy("plain", 2))}
+    kernels = tuple(
+        PlanKernel(
+            k.to_dict(), k.id, 8, packing=layout or None, times={1: 1e-6, 64: 1e-5}, verified=(1,),
+            verdict=Verdict("within_bound"),
+        )
+        for layout, pair in layouts.items() for k in pair
+    )  # fmt: skip
+    spans = [(1, 7, 0), (8, 14, 1), (15, 64, 0)]
+    intervals = {
+        layout: tuple(PlanInterval(first, last, pair[index].id) for first, last, index in spans)
+        for layout, pair in layouts.items()
+    }
+    return TunedPlan(problem.plan_key, problem.to_dict(), current_target().key, 1, 64, intervals, kernels)
 
 
 def register() -> None:

@@ -59,6 +59,17 @@ def test_generated_code_names_the_kernel_of_each_product(monkeypatch: pytest.Mon
     assert ["fused" in line for line in comments] == [False, True, True]
 
 
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_generated_code_tells_call_sites_whether_m_is_symbolic(dynamic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    prefer(monkeypatch, fused=True)
+    compiled = gemmtune.compile(Mlp().eval(), dynamic=dynamic, options={"policy": "cached"})
+    with torch.no_grad():
+        _, (code,) = run_and_get_code(compiled, torch.randn(4, 64))
+    sites = [line for line in code.splitlines() if " = CallSite(" in line]
+    assert len(sites) == 3
+    assert all(line.endswith(f", {dynamic})") for line in sites)
+
+
 def test_explain_reports_the_bodies_of_branches_and_the_graph_around_them() -> None:
     def function(x: Tensor, y: Tensor) -> Tensor:
         return torch.cond(x.sum() > 0, lambda x, y: x @ y, lambda x, y: x - y, (x, y)) @ y

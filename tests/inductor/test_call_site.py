@@ -20,7 +20,7 @@ from gemmtune.inductor.call_site import CallSite, write_result
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
 from helpers.factories import make_legal_plan
-from helpers.serving import ToyKernel, bind_toy, bind_toy_any_m, toy
+from helpers.serving import ToyKernel, bind_toy, bind_toy_any_m, plan_of_toys, register, toy
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
@@ -84,6 +84,67 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
         (64, problem.epilogue), (65, alone.epilogue), (128, alone.epilogue), (200, problem.epilogue),
     ]  # fmt: skip
     assert first.data_ptr() + first.nbytes == second.data_ptr()  # the call sites read one merged matrix
+
+
+def test_first_call_binds_the_kernels_of_all_intervals(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    problem = linear_problem(8, 20, 12, "float32")
+    own_store.put_plan(current_target(), plan_of_toys(problem))
+    RUNTIME.refresh(own_store)
+    bound: list[tuple[str, int]] = []
+
+    def bind_any_m(kernel: ToyKernel, a: torch.Tensor, b: torch.Tensor, aux: Sequence[torch.Tensor]) -> Any:
+        bind = bind_toy_any_m(kernel, a, b, aux)
+        assert bind is not None
+
+        def record(m: int) -> Any:
+            bound.append((kernel.candidate.id, m))
+            return bind(m)
+
+        return record
+
+    monkeypatch.setattr(ToyKernel, "bind", bind_toy)
+    monkeypatch.setattr(ToyKernel, "bind_any_m", bind_any_m)
+    site, weight = CallSite(GraphCall(problem, "linear", (20,)).to_json()), torch.randn(20, 12)
+    first, second = toy("", 1).id, toy("", 2).id
+    both = [(first, 7), (second, 14)]  # the last M of their intervals; the first one's also ends at 64
+    # One row does not tell the strides of more, so that the second call is the one that binds.
+    for m, expected in ((1, []), (5, [*both, (first, 5)]), (9, [*both, (first, 5), (second, 9)])):
+        x, out = torch.randn(m, 12), torch.empty(m, 20)
+        site(x, weight, out=out)
+        torch.testing.assert_close(out, F.linear(x, weight))
+        assert bound == expected
+
+
+@pytest.mark.parametrize(("any_m", "last"), [(True, 128), (True, 64), (False, 128)])
+def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
+    any_m: bool, last: int, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = current_target()
+    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(*RMS_NORM, Step("swiglu")))
+    own_store.put_plan(target, make_legal_plan(problem, target))  # for M from 1 to 64
+    plan = make_legal_plan(problem.without_norm(), target)
+    intervals = {"": (PlanInterval(1, last, plan.kernels[0].id),)}
+    own_store.put_plan(target, msgspec.structs.replace(plan, last=last, intervals=intervals))
+    RUNTIME.refresh(own_store)
+    asked: list[Problem] = []
+
+    def choose_pytorch(problem: Problem, *_: object) -> Choice:
+        asked.append(problem)
+        return Choice(None)
+
+    monkeypatch.setattr(RUNTIME, "choose", choose_pytorch)
+    site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json(), any_m=any_m)
+    x, gain = torch.randn(4, 64).bfloat16(), torch.rand(64).bfloat16()
+    first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))
+    for rows in (x, x[:3]):
+        out = torch.empty(rows.shape[0], 24, dtype=torch.bfloat16)
+        site(rows, first, second, gain, out=out)
+        normed = F.rms_norm(rows, (64,), gain, 1e-5)
+        expected = F.silu(F.linear(normed, first).float()) * F.linear(normed, second).float()
+        torch.testing.assert_close(out, expected.bfloat16())
+    prepared = [(4, problem.without_norm().epilogue)] if any_m and last > 64 else []
+    assert [(p.m, p.epilogue) for p in asked] == [(4, problem.epilogue), *prepared, (3, problem.epilogue)]
 
 
 def test_a_kernel_binds_dense_operands_with_another_m_by_m_alone(monkeypatch: pytest.MonkeyPatch) -> None:
