@@ -123,8 +123,9 @@ def test_kernel_that_failed_at_a_batch_serves_none(
     assert kernel_at(5) is None
 
 
-def test_first_call_loads_the_kernels_of_all_intervals(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No later M waits for a kernel to be loaded. While a CUDA graph is captured, none is."""
+@pytest.fixture
+def loaded(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Store a plan of two toy kernels, and return the ids of those that are loaded, in their order."""
     loaded: list[str] = []
     load = ToyBackend.load
 
@@ -135,6 +136,11 @@ def test_first_call_loads_the_kernels_of_all_intervals(own_store: MemoryStore, m
     monkeypatch.setattr(ToyBackend, "load", record)
     own_store.put_plan(current_target(), plan_of_toys(problem(8)))
     RUNTIME.refresh(own_store)
+    return loaded
+
+
+def test_first_call_loads_the_kernels_of_all_intervals(loaded: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    """No later M waits for a kernel to be loaded. While a CUDA graph is captured, none is."""
     with monkeypatch.context() as capturing:
         capturing.setattr(runtime.devices, "is_capturing", lambda _: True)
         assert RUNTIME.kernel_for(problem(3)) is None
@@ -144,6 +150,15 @@ def test_first_call_loads_the_kernels_of_all_intervals(own_store: MemoryStore, m
         assert kernel is not None
         assert kernel.candidate.id == toy("", tag).id
         assert loaded == [toy("", 1).id, toy("", 2).id]
+
+
+def test_kernels_that_have_to_be_built_are_loaded_when_an_m_needs_them(
+    loaded: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(ToyBackend, "artifact", lambda *_: None)
+    for m, expected in ((3, [1]), (5, [1]), (9, [1, 2]), (64, [1, 2])):
+        assert RUNTIME.kernel_for(problem(m)) is not None
+        assert loaded == [toy("", tag).id for tag in expected]
 
 
 class BusyStore(MemoryStore):

@@ -88,6 +88,18 @@ def test_layout_that_is_nowhere_slower_than_the_plain_op_comes_first() -> None:
     assert found.layouts() == ["p:never", "p:often", ""]
 
 
+@pytest.mark.parametrize(("noise", "first"), [(0.0, "p:evenly"), (0.02, "p:mostly")])
+def test_noise_counts_for_a_layout_as_it_does_where_the_plan_serves(noise: float, first: str) -> None:
+    """A layout that is 3% slower than the plain op at one M may serve where times are noisy; kernels are timed there
+    in both cases."""
+    plain = dict.fromkeys((1, 16, 64, 512), 2.0)
+    mostly, evenly = {1: 0.7, 16: 0.7, 64: 1.5, 512: 2.06}, dict.fromkeys(plain, 1.8)
+    found = measured((PLAIN, plain), (packed("mostly"), mostly), (packed("evenly"), evenly))
+    found.noise[512] = noise
+    assert found.layouts()[0] == first
+    assert found.sizes_that_exclude("p:mostly", 1).keys() == {512}
+
+
 def test_kernel_with_the_plain_ops_product_is_expected_between_measured_m_by_the_scan() -> None:
     like = PoolKernel.of(Candidate.make("aten", "upcast_converted"), 256, None)
     found = measured((PLAIN, {256: 10.0, 320: 12.0}), (like, {256: 8.0, 320: 9.6}))

@@ -251,10 +251,15 @@ class Backend(ABC):
         processes. Prebuilt backends inherit this implementation, which builds nothing."""
         return Artifact(candidate, digest=self.source_digest())
 
+    @property
+    def is_prebuilt(self) -> bool:
+        """Whether the backend has nothing to build, because it comes with its kernels."""
+        return type(self).build is Backend.build
+
     def artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
-        """Return what an earlier ``build`` of a candidate wrote, if it still exists, else None. Cheap: builds
-        nothing."""
-        return None
+        """Return what an earlier ``build`` of a candidate wrote, if it still exists, or what a prebuilt backend's
+        returns; else None. Cheap: builds nothing."""
+        return self.build(problem, candidate, target) if self.is_prebuilt else None
 
     @abstractmethod
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:

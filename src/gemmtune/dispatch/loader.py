@@ -28,6 +28,10 @@ MAX_VERIFIED = 4  # kernels of a layout that are verified when no tuning has ver
 _Key = tuple[Any, str, DeviceKey]  # a candidate's identity, a problem's (or a plan's) key, a device
 
 
+class _NotBuilt(Exception):
+    """A kernel has to be built before it can be loaded."""
+
+
 class KernelLoader:
     """The kernels that this process has loaded, and what verification found of them.
 
@@ -52,18 +56,23 @@ class KernelLoader:
         packing: str | None,
         *,
         from_store: bool = False,
+        builds: bool = True,
     ) -> Kernel | None:
         """Return the kernel, loaded at its first use. None when it cannot be loaded, when it takes its weight in
         another ``packing``, or when a CUDA graph is being captured and it is not loaded yet.
 
         from_store: the candidate comes from a store, which anyone may have written, and not from its backend: it is
-        loaded only if its backend says that it is legal.
+        loaded only if its backend says that it is legal. builds: whether a kernel that has to be built is; otherwise
+        None is returned for it.
         """
         key = (candidate.identity, problem.key, devices.get(device.type).key(device))
         if key not in self._kernels:
             if devices.is_capturing(device):
                 return None
-            self._kernels[key] = self._load_now(candidate, problem, device, from_store)
+            try:
+                self._kernels[key] = self._load_now(candidate, problem, device, from_store, builds)
+            except _NotBuilt:
+                return None
         kernel = self._kernels[key]
         if kernel is None or kernel.packing == packing:
             return kernel
@@ -75,8 +84,10 @@ class KernelLoader:
         return None
 
     def _load_now(
-        self, candidate: Candidate, problem: Problem, device: torch.device, from_store: bool
+        self, candidate: Candidate, problem: Problem, device: torch.device, from_store: bool, builds: bool
     ) -> Kernel | None:
+        """Return the kernel; None where it cannot be loaded. Raises _NotBuilt for one that has to be built, unless
+        ``builds``."""
         try:
             backend, target = backends.get(candidate.backend), self._target_of(device)
             reason = backend.why_family_unsupported(problem)
@@ -89,7 +100,11 @@ class KernelLoader:
                 )
                 return None
             with devices.get(device.type).guard(device), self._artifacts():
-                return backend.load(backend.build(problem, candidate, target), problem)
+                make = backend.build if builds else backend.artifact
+                artifact = make(problem, candidate, target)
+                if artifact is None:
+                    raise _NotBuilt
+                return backend.load(artifact, problem)
         except (RuntimeError, ValueError, LookupError, TypeError, ArithmeticError, ImportError) as error:
             # RuntimeError: KernelError is one, and so is what a GPU raises.
             self._warn(f"{candidate.id} cannot be loaded ({error}); PyTorch's own kernel serves")

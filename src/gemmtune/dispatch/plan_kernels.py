@@ -32,13 +32,22 @@ class PlanKernels:
         """The last size of each of the Plan's intervals."""
         return [interval.last for interval in self._plan.intervals]
 
-    def load_intervals(self) -> None:
-        """Load the kernels that serve the Plan's intervals."""
-        for size in self.last_sizes:
-            self.of_size(size)
+    def load_intervals(self, load: Callable[[Candidate, Problem], Kernel | None]) -> None:
+        """Load the kernels that serve the Plan's intervals. load: as for the class; kernels for which it returns None
+        are loaded when a size needs them."""
+        kernels: dict[tuple[Candidate, int], Kernel | None] = {}  # a kernel serves several intervals
+        for _, _, entry in self._plan.intervals:
+            if entry.candidate is None or entry.candidate.id in self._faulty:
+                continue
+            key = entry.candidate, entry.m
+            if key not in kernels:
+                kernels[key] = load(entry.candidate, self._tuned_at(entry))
+            kernel = kernels[key]
+            if kernel is not None:
+                self._kernels[id(entry)] = kernel
 
     def loaded(self, size: int) -> Kernel | None:
-        """Return the kernel for an M, or a batch, if it is the best that the Plan has and served before; else None.
+        """Return the kernel for an M, or a batch, if it is the best that the Plan has and is loaded; else None.
         Safe in any thread, without the lock."""
         position = bisect_right(self._firsts, size) - 1
         if position < 0:
@@ -67,4 +76,8 @@ class PlanKernels:
     def _loaded(self, entry: PlanEntry) -> Kernel | None:
         if entry.candidate is None:
             return None
-        return self._load(entry.candidate, self._problem.with_size(self._plan.dim, entry.m))
+        return self._load(entry.candidate, self._tuned_at(entry))
+
+    def _tuned_at(self, entry: PlanEntry) -> Problem:
+        """Return the Problem of the size that an entry was tuned for."""
+        return self._problem.with_size(self._plan.dim, entry.m)

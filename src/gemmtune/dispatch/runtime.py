@@ -278,15 +278,15 @@ class Runtime:
     def _kernels_of(
         self, plan: Plan, tuned: Problem, packing: str | None, device: torch.device, faulty: Collection[str]
     ) -> PlanKernels:
-        """Return the kernels of a Plan, those of its intervals loaded: otherwise the first call with an M that needs
-        one would wait for it. While a CUDA graph is captured, only those that were loaded before."""
+        """Return the kernels of a Plan. Those of its intervals that need no build are loaded, unless a CUDA graph is
+        being captured: otherwise the first call with an M that needs one would wait for it."""
         key = id(plan), devices.get(device.type).key(device), frozenset(faulty)  # a PlanKernels keeps its Plan
         kernels = self._plan_kernels.get(key)
         if kernels is None:
             load = partial(self._loader.load, device=device, packing=packing, from_store=True)
             kernels = PlanKernels(plan, tuned, load, faulty)
             if not devices.is_capturing(device):
-                kernels.load_intervals()
+                kernels.load_intervals(partial(load, builds=False))
                 self._plan_kernels[key] = kernels
         return kernels
 

@@ -68,7 +68,7 @@ class CallSite:
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
         self._binders: dict[Kernel, Callable[[int], Launch] | None] = {}  # what Kernel.bind_any_m returned
-        self._prepared_plans: set[str | None] = set()  # by layout: those whose kernels are all loaded and bound
+        self._prepared_plans: set[str | None] = set()  # by layout: those whose kernels are bound
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), any_m=any_m, shared=self)
@@ -129,9 +129,9 @@ class CallSite:
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
             self._runs[self._size_of(a)] = run
-            if self._any_m and not self._simpler_is_prepared:
+            if self._simpler is not None and self._any_m and not self._simpler_is_prepared:
                 self._simpler_is_prepared = True
-                self._prepare_simpler(out, a, weights, aux)
+                self._prepare_simpler(self._simpler, out, a, weights, aux)
         return run
 
     def _serving(self, a: Tensor) -> CallSite:
@@ -145,15 +145,16 @@ class CallSite:
             site = site._simpler
         return self
 
-    def _prepare_simpler(self, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
-        """Compute the product once by the simpler CallSite if that serves more rows than this one: kernels for the norm
-        and the gate are compiled, and the weights packed, in the graph's first call."""
-        simpler, index = self._simpler, RUNTIME.index(a.device)
-        if simpler is None:
-            return
+    def _prepare_simpler(
+        self, simpler: CallSite, out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
+    ) -> None:
+        """Compute the product once by ``simpler`` if that serves more rows than this CallSite: kernels for the norm and
+        the gate are compiled, and the weights packed, in the graph's first call."""
+        index = RUNTIME.index(a.device)
         plan, own = index.tuned_plan(simpler._plan_key), index.tuned_plan(self._plan_key)
         if plan is not None and plan.last > (0 if own is None else own.last):
-            self._run_simpler(simpler)(torch.empty_like(out), a, weights, aux)
+            with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when ``simpler`` serves
+                self._run_simpler(simpler)(torch.empty_like(out), a, weights, aux)
 
     def _run_simpler(self, simpler: CallSite) -> Run:
         """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate
@@ -212,21 +213,20 @@ class CallSite:
         return choice.kernel
 
     def _prepare_plan(self, layout: str | None, a: Tensor, b: Any, aux: Sequence[Tensor]) -> None:
-        """Bind all kernels of a layout's plan in the graph's first call. To bind a kernel first takes milliseconds, for
-        which the first call with an M that needs it would wait."""
-        plan = None if self._is_batched or layout in self._prepared_plans else self._plans.get(layout)
-        if plan is None or devices.is_capturing(a.device):
+        """Bind the loaded kernels of a layout's plan, once. To bind a kernel first takes milliseconds, for which the
+        first call with an M that needs it would wait."""
+        plan = None if layout in self._prepared_plans else self._plans.get(layout)
+        is_bound_by_m = self._is_dense(a, aux) and isinstance(b, Tensor | PackedWeight)
+        if plan is None or not is_bound_by_m or devices.is_capturing(a.device):
             return
-        is_bound = self._is_dense(a, aux) and isinstance(b, Tensor | PackedWeight)
+        self._prepared_plans.add(layout)
         for size in (*plan.last_sizes, a.shape[0]):  # that of ``a`` last, since it sets ``Kernel.overlap``
-            kernel = RUNTIME.kernel_of_size(plan, size)
-            if kernel is not None and is_bound and kernel not in self._binders:
+            kernel = plan.loaded(size)
+            if kernel is not None and kernel not in self._binders:
                 bind = self._binders[kernel] = kernel.bind_any_m(a, b, aux)
                 with contextlib.suppress(KernelError, UnsupportedError):  # warned of when that M is served
                     if bind is not None:
                         bind(size)
-        if is_bound:
-            self._prepared_plans.add(layout)
 
     def _is_dense(self, a: Tensor, aux: Sequence[Tensor]) -> bool:
         """Whether M alone tells the launch: all tensors that depend on it are dense. With one row it does not."""

@@ -17,7 +17,6 @@ from ..core.events import BestSoFar, CandidateTried
 from ..core.problem import Problem
 from ..core.target import Target
 from ..timing.machine import allowed_cpus
-from ..workers.builds import is_prebuilt
 from .candidates import BASELINE_BACKEND
 from .ledger import Row
 from .local_search import Template, template_of
@@ -347,7 +346,7 @@ def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]
     """
     firsts: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
-        if not is_prebuilt(backends.get(candidate.backend)):
+        if not backends.get(candidate.backend).is_prebuilt:
             firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
     waves = itertools.zip_longest(*(group[:count] for group in firsts.values()))
     return [candidate for wave in waves for candidate in wave if candidate is not None]

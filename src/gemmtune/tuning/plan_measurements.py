@@ -242,9 +242,9 @@ class Measurements:
         """Return the packed layouts with the least times relative to ATen's plain op, the best first, then the raw
         layout.
 
-        Packed layouts that were slower than the plain op at some M come after the others, since they serve only a
-        weight that is kept raw, too: the plain op's time counts at these M. One without a time at either end of the
-        range is left out: it was far behind before.
+        Packed layouts that were slower than the plain op at some M, as ``dispatch.plan_layouts`` judges that, come
+        after the others, since they serve only a weight that is kept raw, too: the plain op's time counts at these M.
+        One without a time at either end of the range is left out: it was far behind before.
         """
         totals: dict[str, tuple[bool, float]] = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
@@ -259,7 +259,9 @@ class Measurements:
             }
             weight = sum(weights[m] for m in shares)
             if weight > 0.0:
-                is_slow = self._has_plain and max(shares.values()) > 1.0 + NO_SLOWER
+                is_slow = self._has_plain and any(
+                    share > largest_share(self.noise.get(m, 0.0)) for m, share in shares.items()
+                )
                 if packing and is_slow:
                     shares = {m: min(share, 1.0) for m, share in shares.items()}
                 totals[packing] = is_slow, sum(weights[m] * share for m, share in shares.items()) / weight
@@ -333,10 +335,11 @@ class Measurements:
         }
 
     def sizes_that_exclude(self, packing: str, most: int) -> dict[int, list[str]]:
-        """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there. Each
-        has the kernels to time there, the plain op among them: those that are expected to be faster and were not timed
-        (``_holes``), else those to time again. Empty where there are more than ``most`` such M, and, without a kernel
-        that was not timed, where one of them was timed ``_RETIMED`` times."""
+        """Return the M that keep a packed layout from serving because it looked slower than ATen's plain op there, or
+        that would if the times there were less noisy. Each has the kernels to time there, the plain op among them:
+        those that are expected to be faster and were not timed (``_holes``), else those to time again. Empty where
+        there are more than ``most`` such M, and, without a kernel that was not timed, where one of them was timed
+        ``_RETIMED`` times."""
         curves = self.curves(packing).without(self.out)
         if not packing or not curves.sizes:
             return {}
@@ -345,7 +348,7 @@ class Measurements:
             m: [name]
             for m, name in points.items()
             if m in curves.times[name]
-            and curves.times[name][m] + self._overhead_s > largest_share(self.noise.get(m, 0.0)) * self._plain_s(m)
+            and curves.times[name][m] + self._overhead_s > (1.0 + NO_SLOWER) * self._plain_s(m)
         }
         if len(slow) > most:
             return {}

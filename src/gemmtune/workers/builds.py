@@ -21,7 +21,7 @@ from pathlib import Path
 import psutil
 
 from .. import backends
-from ..backends.base import Artifact, Backend
+from ..backends.base import Artifact
 from ..backends.location import artifacts_in
 from ..core import plugins
 from ..core.candidate import Candidate
@@ -348,17 +348,10 @@ class _Jobs:
         return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
 
 
-def is_prebuilt(backend: Backend) -> bool:
-    """Whether the backend has nothing to build, because it comes with its kernels."""
-    return type(backend).build is Backend.build
-
-
 def _existing_artifact(
     problem: Problem, candidate: Candidate, target: Target, artifacts: Path | None
 ) -> Artifact | None:
     """Return the artifact of a candidate that needs no building, else None. Raises ValueError for an unknown
     backend."""
-    backend = backends.get(candidate.backend)
     with artifacts_in(artifacts):
-        artifact = backend.artifact(problem, candidate, target)
-    return backend.build(problem, candidate, target) if artifact is None and is_prebuilt(backend) else artifact
+        return backends.get(candidate.backend).artifact(problem, candidate, target)
