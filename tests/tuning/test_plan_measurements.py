@@ -88,12 +88,16 @@ def test_layout_that_is_nowhere_slower_than_the_plain_op_comes_first() -> None:
     assert found.layouts() == ["p:never", "p:often", ""]
 
 
-@pytest.mark.parametrize(("noise", "first"), [(0.0, "p:evenly"), (0.02, "p:mostly")])
-def test_noise_counts_for_a_layout_as_it_does_where_the_plan_serves(noise: float, first: str) -> None:
-    """A layout that is 3% slower than the plain op at one M may serve where times are noisy; kernels are timed there
-    in both cases."""
+@pytest.mark.parametrize(
+    ("noise", "few_us", "first"), [(0.0, 0.7, "p:evenly"), (0.02, 0.7, "p:mostly"), (0.02, 1.58, "p:evenly")]
+)
+def test_layout_that_only_noise_lets_serve_comes_first_if_it_is_faster_by_more(
+    noise: float, few_us: float, first: str
+) -> None:
+    """It is 3% slower than the plain op at one M, where kernels are timed in any case. With 1.58 us at the others it
+    takes 1% less time than the other layout in the mean."""
     plain = dict.fromkeys((1, 16, 64, 512), 2.0)
-    mostly, evenly = {1: 0.7, 16: 0.7, 64: 1.5, 512: 2.06}, dict.fromkeys(plain, 1.8)
+    mostly, evenly = {1: few_us, 16: few_us, 64: few_us, 512: 2.06}, dict.fromkeys(plain, 1.8)
     found = measured((PLAIN, plain), (packed("mostly"), mostly), (packed("evenly"), evenly))
     found.noise[512] = noise
     assert found.layouts()[0] == first

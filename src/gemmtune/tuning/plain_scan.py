@@ -25,7 +25,7 @@ TILE = 128  # cuBLAS's time jumps after each multiple of it, in bfloat16 after m
 _BLOCKS = ((4097, 256), (1025, 128), (1, 64))  # (first M, rows)
 # Where no algorithm is known, M of each block: the ends, since the op's time jumps there, and others between them.
 _OFFSETS = (1, 33, 65, 97, TILE - 1, TILE)
-_FIRST = 17  # with fewer rows, every kernel takes as long as reading the weight
+_FIRST = 17  # with fewer rows, products take little longer than reading the weight
 # M are scanned where the fastest kernel takes these shares of the plain op's time at one of the measured M beside them:
 # between them that time may be a third above the line (fp8 4096x22016, M = 518), and a quarter below it (bfloat16
 # 8192x1024, M = 1016).

@@ -244,7 +244,8 @@ class Measurements:
 
         Packed layouts that were slower than the plain op at some M, as ``dispatch.plan_layouts`` judges that, come
         after the others, since they serve only a weight that is kept raw, too: the plain op's time counts at these M.
-        One without a time at either end of the range is left out: it was far behind before.
+        One that may serve only because the times there are noisy comes before another if it takes 2% less time. One
+        without a time at either end of the range is left out: it was far behind before.
         """
         totals: dict[str, tuple[bool, float]] = {}
         for packing in {kernel.packing or "" for name, kernel in self.pool.items() if name not in self.out}:
@@ -262,9 +263,11 @@ class Measurements:
                 is_slow = self._has_plain and any(
                     share > largest_share(self.noise.get(m, 0.0)) for m, share in shares.items()
                 )
+                by_noise = self._has_plain and not is_slow and max(shares.values()) > 1.0 + NO_SLOWER
                 if packing and is_slow:
                     shares = {m: min(share, 1.0) for m, share in shares.items()}
-                totals[packing] = is_slow, sum(weights[m] * share for m, share in shares.items()) / weight
+                mean = sum(weights[m] * share for m, share in shares.items()) / weight
+                totals[packing] = is_slow, mean * (1.0 + NO_SLOWER) if by_noise else mean
         packed = sorted((packing for packing in totals if packing), key=lambda packing: totals[packing])
         return [*packed[:_MAX_LAYOUTS], *(packing for packing in totals if not packing)]
 
