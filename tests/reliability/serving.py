@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -223,8 +224,8 @@ def _record_loaded_candidates() -> set[str]:
     loaded: set[str] = set()
     load = RUNTIME._loader._load_now
 
-    def recording_load(candidate: Candidate, problem: Problem, device: torch.device, foreign: bool) -> Kernel | None:
-        kernel = load(candidate, problem, device, foreign)
+    def recording_load(candidate: Candidate, *args: Any) -> Kernel | None:
+        kernel = load(candidate, *args)
         if kernel is not None:
             loaded.add(candidate.id)
         return kernel
