@@ -36,28 +36,30 @@ HEADS = 4
 WAYS = ("eager", "torch.compile", "backend=gemmtune")
 
 
+class Block(nn.Module):
+    """A layer of a transformer: attention, then SwiGLU, each behind an RMS norm."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
+        self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
+        self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
+        self.down = nn.Linear(2 * width, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        normed = self.norms[0](x)
+        parts = [linear(normed).view(1, -1, HEADS, x.shape[-1] // HEADS) for linear in (self.q, self.k, self.v)]
+        q, k, v = (part.transpose(1, 2) for part in parts)
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
+        normed = self.norms[1](x)
+        return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
+
+
 def build(width: int, layers: int, device: torch.device) -> nn.Module:
-    """Return a transformer."""
-
-    class Block(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.norms = nn.ModuleList([nn.RMSNorm(width), nn.RMSNorm(width)])
-            self.q, self.k, self.v, self.o = (nn.Linear(width, width, bias=False) for _ in range(4))
-            self.gate, self.up = (nn.Linear(width, 2 * width, bias=False) for _ in range(2))
-            self.down = nn.Linear(2 * width, width, bias=False)
-
-        def forward(self, x: Tensor) -> Tensor:
-            normed = self.norms[0](x)
-            parts = [linear(normed).view(1, -1, HEADS, width // HEADS) for linear in (self.q, self.k, self.v)]
-            q, k, v = (part.transpose(1, 2) for part in parts)
-            attended = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-            x = x + self.o(attended.transpose(1, 2).reshape(x.shape))
-            normed = self.norms[1](x)
-            return x + self.down(F.silu(self.gate(normed)) * self.up(normed))
-
+    """Return a transformer with random weights in bfloat16."""
     torch.manual_seed(0)
-    model = nn.Sequential(*[Block() for _ in range(layers)])
+    model = nn.Sequential(*[Block(width) for _ in range(layers)])
     return model.to(device, torch.bfloat16).eval().requires_grad_(False)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,20 +48,17 @@ RMS_NORM = (Step("rms_norm", "inner", "bfloat16", value=1e-5),)
 LAYER_NORM = (Step("layer_norm", "inner", "bfloat16", value=1e-5), Step("norm_bias", "inner", "bfloat16"))
 
 
-@pytest.mark.parametrize("norm", [RMS_NORM, LAYER_NORM], ids=["RMS norm", "layer norm"])
-@pytest.mark.parametrize("steps", [(Step("silu"),), (Step("swiglu"),)], ids=lambda steps: steps[0].kind)
-def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
-    steps: tuple[Step, ...], norm: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The plan of the product with them serves its M, and the plan of the product without them the others."""
+def asked_with_plans(
+    store: MemoryStore, lasts: Mapping[Problem, int], monkeypatch: pytest.MonkeyPatch
+) -> list[Problem]:
+    """Store a plan of each Problem for M from 1 to the given one, and have PyTorch serve all. Return the Problems for
+    which a kernel is asked, in their order."""
     target = current_target()
-    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(*norm, *steps))
-    alone = problem.without_norm().without_gate()
-    own_store.put_plan(target, make_legal_plan(problem, target))  # for M from 1 to 64
-    plan = make_legal_plan(alone, target)
-    intervals = {"": (PlanInterval(1, 128, plan.kernels[0].id),)}
-    own_store.put_plan(target, msgspec.structs.replace(plan, last=128, intervals=intervals))
-    RUNTIME.refresh(own_store)
+    for problem, last in lasts.items():
+        plan = make_legal_plan(problem, target)
+        intervals = {"": (PlanInterval(1, last, plan.kernels[0].id),)}
+        store.put_plan(target, msgspec.structs.replace(plan, last=last, intervals=intervals))
+    RUNTIME.refresh(store)
     asked: list[Problem] = []
 
     def choose_pytorch(problem: Problem, *_: object) -> Choice:
@@ -69,6 +66,18 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
         return Choice(None)
 
     monkeypatch.setattr(RUNTIME, "choose", choose_pytorch)
+    return asked
+
+
+@pytest.mark.parametrize("norm", [RMS_NORM, LAYER_NORM], ids=["RMS norm", "layer norm"])
+@pytest.mark.parametrize("steps", [(Step("silu"),), (Step("swiglu"),)], ids=lambda steps: steps[0].kind)
+def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
+    steps: tuple[Step, ...], norm: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The plan of the product with them serves its M, and the plan of the product without them the others."""
+    problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(*norm, *steps))
+    alone = problem.without_norm().without_gate()
+    asked = asked_with_plans(own_store, {problem: 64, alone: 128}, monkeypatch)
     site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json())
     x, gain, shift = torch.randn(200, 64).bfloat16(), torch.rand(64).bfloat16(), torch.randn(64).bfloat16()
     first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))
@@ -116,25 +125,13 @@ def test_first_call_binds_the_kernels_of_all_intervals(own_store: MemoryStore, m
         assert bound == expected
 
 
-@pytest.mark.parametrize(("any_m", "last"), [(True, 128), (True, 64), (False, 128)])
+@pytest.mark.parametrize(("is_dynamic", "last"), [(True, 128), (True, 64), (False, 128)])
 def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
-    any_m: bool, last: int, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+    is_dynamic: bool, last: int, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    target = current_target()
     problem = replace(linear_problem(8, 48, 64, "bfloat16"), epilogue=(*RMS_NORM, Step("swiglu")))
-    own_store.put_plan(target, make_legal_plan(problem, target))  # for M from 1 to 64
-    plan = make_legal_plan(problem.without_norm(), target)
-    intervals = {"": (PlanInterval(1, last, plan.kernels[0].id),)}
-    own_store.put_plan(target, msgspec.structs.replace(plan, last=last, intervals=intervals))
-    RUNTIME.refresh(own_store)
-    asked: list[Problem] = []
-
-    def choose_pytorch(problem: Problem, *_: object) -> Choice:
-        asked.append(problem)
-        return Choice(None)
-
-    monkeypatch.setattr(RUNTIME, "choose", choose_pytorch)
-    site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json(), any_m=any_m)
+    asked = asked_with_plans(own_store, {problem: 64, problem.without_norm(): last}, monkeypatch)
+    site = CallSite(GraphCall(problem, "linear", (24, 24)).to_json(), is_dynamic=is_dynamic)
     x, gain = torch.randn(4, 64).bfloat16(), torch.rand(64).bfloat16()
     first, second = (torch.randn(24, 64).bfloat16() / 8 for _ in range(2))
     for rows in (x, x[:3]):
@@ -143,7 +140,7 @@ def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
         normed = F.rms_norm(rows, (64,), gain, 1e-5)
         expected = F.silu(F.linear(normed, first).float()) * F.linear(normed, second).float()
         torch.testing.assert_close(out, expected.bfloat16())
-    prepared = [(4, problem.without_norm().epilogue)] if any_m and last > 64 else []
+    prepared = [(4, problem.without_norm().epilogue)] if is_dynamic and last > 64 else []
     assert [(p.m, p.epilogue) for p in asked] == [(4, problem.epilogue), *prepared, (3, problem.epilogue)]
 
 

@@ -82,7 +82,7 @@ class Runtime:
         self._tuning = threading.Lock()
         self._store: Store | None = None
         self._indices: dict[DeviceKey, DecisionIndex] = {}
-        self._plan_kernels: dict[Any, PlanKernels] = {}
+        self._plan_kernels: dict[tuple[int, DeviceKey, frozenset[str]], PlanKernels] = {}  # by Plan (its address)
         self._loader = KernelLoader(lambda device: current_target(device), self.artifacts, self.warn_once)
         self._asked: set[tuple[str, str]] = set()
         self._warned: set[str] = set()
@@ -116,6 +116,7 @@ class Runtime:
             self.refresh()
 
     def _forget_decisions(self) -> None:
+        """Forget what was read of the store, and the kernels of its Plans."""
         self._indices.clear()
         self._plan_kernels.clear()
 

@@ -42,13 +42,13 @@ Run = Callable[[Tensor, Tensor, Sequence[Tensor], Sequence[Tensor]], None]
 class CallSite:
     """A product in a compiled graph.
 
-    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. any_m: whether
-    sizes of the result are symbolic in the graph. shared: another CallSite of the same weights, whose merged and packed
-    forms this one uses. Raises ValueError for a malformed text.
+    text: ``GraphCall.to_json``. inductor_signals: as in ``base.CaptureFacts``, for the graph's kernels. is_dynamic:
+    whether sizes of the result are symbolic in the graph. shared: another CallSite of the same weights, whose merged
+    and packed forms this one uses. Raises ValueError for a malformed text.
     """
 
     def __init__(
-        self, text: str, inductor_signals: bool = False, any_m: bool = False, shared: CallSite | None = None
+        self, text: str, inductor_signals: bool = False, is_dynamic: bool = False, shared: CallSite | None = None
     ) -> None:
         self.call = GraphCall.from_json(text)
         self._inductor_signals = inductor_signals and self.call.problem.b.constant
@@ -68,11 +68,11 @@ class CallSite:
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
         self._binders: dict[Kernel, Callable[[int], Launch] | None] = {}  # what Kernel.bind_any_m returned
-        self._prepared_plans: set[str | None] = set()  # by layout: those whose kernels are bound
+        self._bound_layouts: set[str | None] = set()  # those whose plan's kernels are bound
         self._generation = -1
         simpler = self.call.simpler
-        self._simpler = None if simpler is None else CallSite(simpler.to_json(), any_m=any_m, shared=self)
-        self._any_m, self._simpler_is_prepared = any_m, False
+        self._simpler = None if simpler is None else CallSite(simpler.to_json(), is_dynamic=is_dynamic, shared=self)
+        self._is_dynamic, self._simpler_is_prepared = is_dynamic, False
 
     def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
         """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
@@ -102,7 +102,7 @@ class CallSite:
             self._layouts.clear()
             self._plans.clear()
             self._binders.clear()
-            self._prepared_plans.clear()
+            self._bound_layouts.clear()
             self._simpler_is_prepared = False
             self._generation = RUNTIME.generation
         return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
@@ -129,7 +129,7 @@ class CallSite:
             if len(self._runs) >= MAX_SIZES:
                 self._runs.clear()
             self._runs[self._size_of(a)] = run
-            if self._simpler is not None and self._any_m and not self._simpler_is_prepared:
+            if self._simpler is not None and self._is_dynamic and not self._simpler_is_prepared:
                 self._simpler_is_prepared = True
                 self._prepare_simpler(self._simpler, out, a, weights, aux)
         return run
@@ -212,14 +212,14 @@ class CallSite:
             self._plans[layout] = choice.plan
         return choice.kernel
 
-    def _prepare_plan(self, layout: str | None, a: Tensor, b: Any, aux: Sequence[Tensor]) -> None:
+    def _bind_plan(self, layout: str | None, a: Tensor, b: Any, aux: Sequence[Tensor]) -> None:
         """Bind the loaded kernels of a layout's plan, once. To bind a kernel first takes milliseconds, for which the
         first call with an M that needs it would wait."""
-        plan = None if layout in self._prepared_plans else self._plans.get(layout)
+        plan = None if layout in self._bound_layouts else self._plans.get(layout)
         is_bound_by_m = self._is_dense(a, aux) and isinstance(b, Tensor | PackedWeight)
         if plan is None or not is_bound_by_m or devices.is_capturing(a.device):
             return
-        self._prepared_plans.add(layout)
+        self._bound_layouts.add(layout)
         for size in (*plan.last_sizes, a.shape[0]):  # that of ``a`` last, since it sets ``Kernel.overlap``
             kernel = plan.loaded(size)
             if kernel is not None and kernel not in self._binders:
@@ -237,7 +237,7 @@ class CallSite:
         if self.call.form == "int4pack":  # only PyTorch's operator reads these weights as they are
             return self._plain(a, weights, aux)
         kernel, raw = self._kernel(None, a), self._raw(weights)
-        self._prepare_plan(None, a, raw, aux)
+        self._bind_plan(None, a, raw, aux)
         if kernel is None:
             return self._plain(a, weights, aux)
         launch = self._bound(kernel, a, raw, aux)
@@ -320,7 +320,7 @@ class CallSite:
     def _by_packed_kernel(self, kernel: Kernel, packed: PackedWeight, a: Tensor, aux: Sequence[Tensor]) -> Run:
         """Return a function that packs the weights again where they have changed."""
         forms, device, layout = self._packed, a.device, packed.layout
-        self._prepare_plan(layout, a, packed, aux)
+        self._bind_plan(layout, a, packed, aux)
         launch = self._bound(kernel, a, packed, aux)
         run_kernel = _unbound(kernel, device)
 

@@ -207,8 +207,8 @@ class ProductKernel(ir.ExternKernelOut):
             graph = graph.parent
         graph.wrapper_code.add_import_once("from gemmtune.inductor.call_site import CallSite")
         signals = bool(getattr(inductor_config.triton, "enable_pdl", False))
-        any_m = any(getattr(size, "free_symbols", None) for size in self.get_size())
-        graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r}, {signals}, {any_m})")
+        dynamic = any(getattr(size, "free_symbols", None) for size in self.get_size())
+        graph.wrapper_code.add_import_once(f"{self.python_kernel_name} = CallSite({self.text!r}, {signals}, {dynamic})")
         if self.comment:
             wrapper.make_comment(f"# gemmtune: {self.comment}")
         super().codegen(wrapper)
