@@ -201,7 +201,7 @@ def test_heuristic_gets_the_workspace_and_alignment_preferences(blas: FakeBlas) 
 @pytest.mark.parametrize("name", ["bf16", "fp8, rows and columns", "int8"])
 def test_chosen_algorithm_is_the_first_that_is_ranked_for_m(blas: FakeBlas, name: str) -> None:
     """The fake library's algorithms are its ranks, for the M that it was asked for."""
-    choice._operation_of.cache_clear()
+    choice._call_of.cache_clear()
     names = {m: chosen_algorithm(PROBLEMS[name], m) for m in (16, 17, 800)}
     assert names == {m: f"0-{m:x}-0-0-0-0-0-0" for m in names}
     assert chosen_algorithm(PROBLEMS[name].with_m(3), 17) == names[17]
@@ -211,7 +211,7 @@ def test_chosen_algorithm_is_the_first_that_is_ranked_for_m(blas: FakeBlas, name
 
 
 def test_no_algorithm_is_chosen_where_the_library_has_none(blas: FakeBlas) -> None:
-    choice._operation_of.cache_clear()
+    choice._call_of.cache_clear()
     assert chosen_algorithm(build(16, 64, 96, "int4wo"), 16) == ""
     blas.statuses = [7]
     assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
@@ -223,7 +223,7 @@ def test_no_algorithm_is_chosen_without_the_library(monkeypatch: pytest.MonkeyPa
     def missing() -> None:
         raise UnsupportedError("cuBLASLt was not found")
 
-    choice._operation_of.cache_clear()
+    choice._call_of.cache_clear()
     monkeypatch.setattr(library, "library", missing)
     assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
 
@@ -238,8 +238,20 @@ def test_kernel_serves_other_m_with_a_supported_algorithm(blas: FakeBlas) -> Non
     assert {number for number, _ in blas.launches} == {1}
     blas.single_m_algorithms, blas.launches = {1}, []
     check(PROBLEMS["bf16"].with_m(10), kernel)
-    check(PROBLEMS["bf16"].with_m(9), kernel)  # bound before
+    assert {number for number, _ in blas.launches} == {0}
+    check(PROBLEMS["bf16"], kernel)
     assert {number for number, _ in blas.launches} == {0, 1}
+
+
+def test_kernel_has_the_workspace_that_an_m_requires(blas: FakeBlas) -> None:
+    """The library refuses a product that requires more workspace than the kernel's own M does; then it gets more."""
+    kernel = load(PROBLEMS["bf16"], 1)
+    assert kernel.workspace_bytes == 256
+    for m, size in ((9, 256), (200, 1024), (9, 256), (300, 1280), (200, 1024)):
+        blas.workspaces = []
+        check(PROBLEMS["bf16"].with_m(m), kernel)
+        assert {workspace for _, workspace in blas.workspaces} == {size}
+    assert {number for number, _ in blas.launches} == {1}
 
 
 def test_the_library_is_asked_for_the_m_of_the_candidate(blas: FakeBlas) -> None:

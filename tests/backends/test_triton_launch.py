@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import inspect
 import itertools
 import threading
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from gemmtune.backends.gpu import any_batch
+from gemmtune.backends.gpu import any_batch, driver
 from gemmtune.backends.gpu import kernel as shared
 from gemmtune.backends.gpu.artifact import Header, Tma
 from gemmtune.backends.gpu.kernel import GpuKernel
@@ -79,26 +81,46 @@ def test_launch_passes_grid_pointers_sizes_and_strides(fake: FakeDriver) -> None
     }  # fmt: skip
 
 
-def test_bind_caches_a_launch_per_m(fake: FakeDriver) -> None:
+def test_a_launch_serves_any_m(fake: FakeDriver) -> None:
     kernel = load_kernel(fake, build(40, 200, 256, "bf16"))
     for m in (40, 3, 40):
         inputs = make_inputs(kernel.problem.with_m(m), 0)
         run_kernel(kernel, inputs)
         grid, values = pop_launch(fake, kernel)
         assert (grid, values["M"], values["a_ptr"]) == ((-(-m // 16) * 4, 1), m, inputs.a.data_ptr())
-    launches = [
-        kernel.bind(make_inputs(kernel.problem.with_m(m), 0).a, make_inputs(kernel.problem, 0).b, ()) for m in (3, 3, 4)
+    first, other = [
+        kernel.bind(make_inputs(kernel.problem.with_m(m), 0).a, make_inputs(kernel.problem, 0).b, ()) for m in (3, 4)
     ]
-    assert launches[0] is launches[1]
-    assert launches[1] is not launches[2]
+    assert first is other
 
 
-def test_number_of_cached_launches_is_bounded(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "_MAX_LAUNCHES", 2)
-    kernel = load_kernel(fake, build(40, 200, 256, "bf16"))
-    for m in range(1, 6):
-        run_kernel(kernel, make_inputs(kernel.problem.with_m(m), 0))
-    assert len(kernel._bound) <= 2
+def test_what_kernels_remember_of_sizes_is_bounded(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The launches of batches, the values of M, and the tensor maps."""
+    for module, name in ((shared, "_MAX_LAUNCHES"), (shared, "_MAX_SIZES"), (driver, "MAX_TENSOR_MAPS")):
+        monkeypatch.setattr(module, name, 2)
+    values: list[dict[int, object]] = []
+    make_launch = GpuKernel._make_launch
+
+    def note_values(kernel: GpuKernel, *args: Any) -> Any:
+        launch = make_launch(kernel, *args)
+        values.append(inspect.getclosurevars(launch).nonlocals["known_values"].__self__)
+        return launch
+
+    monkeypatch.setattr(GpuKernel, "_make_launch", note_values)
+    loaders = (
+        lambda: load_kernel(fake, build(40, 200, 256, "bf16")),
+        lambda: load_kernel(fake, bmm_problem(2, 40, 200, 256, "bfloat16")),
+        lambda: load_tma_kernel(fake, build(200, 192, 256, "bf16"), "persistent"),
+    )
+    for load in loaders:
+        kernel = load()
+        for m in range(1, 6):
+            run_kernel(kernel, make_inputs(kernel.problem.with_m(m), 0))
+            assert pop_launch(fake, kernel)[1]["M"] == m
+        assert 1 <= len(kernel._bound) <= 2
+        assert all(len(maps) <= 2 for maps in getattr(kernel, "_maps", {}).values())
+    assert len(values) == 1 + 5 + 1  # one launch for all M, or one for each M of a batched product
+    assert all(1 <= len(known) <= 2 for known in values)
 
 
 def test_launch_passes_batch_strides(fake: FakeDriver) -> None:
@@ -159,8 +181,7 @@ def test_tensor_maps_are_cached_per_matrix(fake: FakeDriver) -> None:
         assert (values["a_desc"], values["b_desc"]) == (operands.a.data_ptr(), operands.b.data_ptr())
         assert (values["c_ptr"], values["t0"]) == (out.data_ptr(), operands.aux[0].data_ptr())
         assert (values["M"], values["N"], values["K"], values["ldc"], values["PROGRAMS"]) == (200, 192, 256, 192, 6)
-    (weights,) = kernel._weights.values()  # type: ignore[attr-defined]
-    assert len(weights) == 2
+    assert [len(maps) for maps in kernel._maps.values()] == [2, 2]  # type: ignore[attr-defined]
     fake.statuses = [1]
     with pytest.raises(KernelError, match="launching persistent: CUDA error 1"):
         run_kernel(kernel, inputs)

@@ -188,12 +188,14 @@ def test_a_kernel_binds_another_m_alone(name: str, packed: PackedWeight, monkeyp
 def test_a_refused_launch_of_another_m_is_served_by_pytorch(
     name: str, packed: PackedWeight, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """A launch refuses 3 rows; 4 rows cannot be bound by themselves either."""
+
     def refuse(*_: object) -> Any:
         raise KernelError("no memory")
 
     def bind_any_m(kernel: ToyKernel, a: Tensor, b: Any, aux: Any) -> Any:
-        bind: Any = bind_toy_any_m(kernel, a, b, aux)
-        return lambda m: refuse() if m == 4 else refuse if m == 3 else bind(m)
+        launch: Any = bind_toy_any_m(kernel, a, b, aux)
+        return lambda out, *rest: refuse() if out.numel() in (3 * N, 4 * N) else launch(out, *rest)
 
     expected = {(m, dims): FORMS[name](m, dims, packed) for m in (5, 6, 3, 4) for dims in (2, 3)}
     cache.clear()

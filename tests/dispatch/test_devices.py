@@ -195,8 +195,8 @@ def test_specialised_launches_run_and_allocate_on_their_device(packed: bool, mon
         launches.append((current_index[0], out, *operands))
 
     toy_kernel: Any = SimpleNamespace(candidate=toy())
-    make = specialize.launch_functional_maker(toy_kernel, call, 3, lambda error, *operands: operands[0])
-    functional = make(launch, specialize._allocator(call, call.shape, device_is_current=True))
+    make = specialize.launch_functional_maker(launch, toy_kernel, call, 3, lambda error, *operands: operands[0])
+    functional = make(call.problem.m, call.shape)
     out_variant = specialize.launch_out(launch, toy_kernel, call, 3)
     expected = (x, *weight.data, bias) if isinstance(weight, PackedWeight) else (x, w, bias)
     for index in (0, 1):

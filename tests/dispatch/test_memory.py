@@ -21,7 +21,6 @@ from gemmtune.core.tuned_plan import PlanInterval, PlanKernel, TunedPlan
 from gemmtune.core.workloads import linear_problem
 from gemmtune.dispatch import RUNTIME, build_plan, cache, current_target
 from gemmtune.dispatch.cache import DISPATCH_CACHE, EntriesByStrides
-from gemmtune.ops import spec
 from gemmtune.store import MemoryStore
 from helpers.serving import ToyKernel, register, toy
 
@@ -105,7 +104,7 @@ def test_second_call_of_an_m_is_served_from_the_cache(runs: dict[str, int], monk
     served = dict(runs)
     assert min(served.values()) > 0
     assert sum(served.values()) == 5
-    monkeypatch.setattr(spec, "serve_another_m", lambda *_: pytest.fail("not in the cache"))
+    monkeypatch.setattr(RUNTIME, "cache_entry", lambda *_, **__: pytest.fail("not in the cache"))
     for m in sizes:
         assert torch.equal(gemmtune.linear(rows[:m], WEIGHT), 3.0 * rows[:m])
     assert runs == {name: 2 * count for name, count in served.items()}

@@ -30,7 +30,8 @@ class Descriptor:
 
 
 class FakeBlas:
-    """Fake cuBLASLt library with ``count`` algorithms; algorithm i needs 256 * i bytes of workspace.
+    """Fake cuBLASLt library with ``count`` algorithms; algorithm i needs 256 * i bytes of workspace for a product of up
+    to 64 rows, as many for each 64 rows of others.
 
     launches: the algorithm and the stream of each product that was run.
     statuses: what the next calls return instead of running; after a 0 they run.
@@ -74,8 +75,21 @@ class FakeBlas:
         self.descriptors[pointer].kind = "destroyed"
         return 0
 
+    def _sizes(self, layout: int) -> tuple[int, int, int]:
+        """Return a matrix's rows, columns and leading dimension: those of its creation, or set later."""
+        description = self.descriptors[layout]
+        rows, columns, lead = (description.attributes.get(2 + i, description.arguments[1 + i]) for i in range(3))
+        return rows, columns, lead
+
     def _columns(self, layout: int) -> int:
-        return self.descriptors[layout].arguments[2]
+        return self._sizes(layout)[1]
+
+    def _required_workspace(self, algorithm: int, d: int) -> int:
+        return 256 * ctypes.c_uint64.from_address(algorithm).value * -(-self._columns(d) // 64)
+
+    def _is_supported(self, algorithm: int, d: int) -> bool:
+        number, m = (ctypes.c_uint64 * 2).from_address(algorithm)
+        return number not in self.single_m_algorithms or m == self._columns(d)
 
     def cublasLtMatmulAlgoGetHeuristic(self, *arguments: int) -> int:
         handle, operation, _, _, _, d, preference, requested, results_address, count_address = arguments
@@ -91,16 +105,15 @@ class FakeBlas:
         results = (Ranked * requested).from_address(results_address)
         for position in range(returned):
             results[position].algorithm.data[0], results[position].algorithm.data[1] = position, self._columns(d)
-            results[position].workspace = 256 * position
+            results[position].workspace = self._required_workspace(ctypes.addressof(results[position].algorithm), d)
         ctypes.c_int.from_address(count_address).value = returned
         return 0
 
     def cublasLtMatmulAlgoCheck(self, *arguments: int) -> int:
         algorithm, result_address = arguments[-2:]
-        number, m = (ctypes.c_uint64 * 2).from_address(algorithm)
-        if number in self.single_m_algorithms and m != self._columns(arguments[5]):
+        if not self._is_supported(algorithm, arguments[5]):
             return 15
-        Ranked.from_address(result_address).workspace = 256 * number
+        Ranked.from_address(result_address).workspace = self._required_workspace(algorithm, arguments[5])
         return 0
 
     def cublasLtMatmul(self, *arguments: int) -> int:
@@ -124,6 +137,10 @@ class FakeBlas:
         ) = arguments
         if self.statuses and (status := self.statuses.pop(0)):
             return status
+        if not self._is_supported(algorithm, d_at):
+            return 15
+        if workspace_bytes < self._required_workspace(algorithm, d_at):
+            return 7
         description = self.descriptors[operation]
         assert (c, c_at) == (d, d_at)
         is_integer = description.arguments[1] == 10
@@ -154,7 +171,7 @@ class FakeBlas:
 
     def _matrices(self, address: int, layout: int) -> Tensor:
         description = self.descriptors[layout]
-        dtype, rows, columns, lead = description.arguments
+        dtype, (rows, columns, lead) = description.arguments[0], self._sizes(layout)
         batches, stride = description.attributes.get(5, 1), description.attributes.get(6, 0)
         # Algorithms were requested for this alignment, and assume it for every matrix of a batch.
         assert address % 16 == 0

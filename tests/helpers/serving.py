@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -70,20 +70,23 @@ def bind_toy(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Lau
     return launch
 
 
-def bind_toy_any_m(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Any] | None:
-    """Return a function from M to the launch of ``bind_toy`` for dense operands with that M."""
+def bind_toy_any_m(kernel: ToyKernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
+    """Return a launch of the toy kernel for dense operands with any M."""
     if not isinstance(b, Tensor | PackedWeight):
         return None
     axes = [step.axis for step in kernel.problem.epilogue if step.takes_tensor]
 
-    def bind(m: int) -> Launch | None:
+    def launch(out: Tensor, *operands: Tensor) -> None:
+        m = out.numel() // kernel.problem.n
         sized = [
             tensor.new_empty(m, *tensor.shape[1:]) if axis in ("row", "full") else tensor
             for tensor, axis in zip(aux, axes, strict=True)
         ]  # fmt: skip
-        return bind_toy(kernel, a.new_empty(m, a.shape[1]), b, sized)
+        bound = bind_toy(kernel, a.new_empty(m, a.shape[1]), b, sized)
+        assert bound is not None
+        bound(out, *operands)
 
-    return bind
+    return launch
 
 
 class ToyBackend(Backend):

@@ -143,9 +143,10 @@ class Kernel(ABC):
         """
         return None
 
-    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch] | None:
-        """Return a function from M to what ``bind`` returns for operands that differ from these in M only, or None
-        where there is none. All tensors that depend on M are dense, and M is not 1 unless no such tensor is in aux."""
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch | None:
+        """Return a launch, as ``bind`` does, for operands that differ from these in M only, or None where there is
+        none. All tensors that depend on M are dense, and M is not 1 unless no such tensor is in aux. The launch raises
+        KernelError or UnsupportedError, before anything is written, where the kernel does not take the M."""
         return None
 
     def library_algorithm(self, m: int) -> str:

@@ -7,6 +7,7 @@ than the Plan's kernel for its M, and a function that launches the kernel.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from functools import partial
 from operator import methodcaller
@@ -19,7 +20,7 @@ from ..core import devices
 from ..core.call import Call
 from ..core.errors import KernelError, UnsupportedError
 from ..core.problem import FAMILIES, Problem
-from ..core.torch_compat import forward_ad
+from ..core.torch_compat import forward_ad, profiler
 from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
 from . import cache
 from .fallback import run_fallback
@@ -48,8 +49,12 @@ class DescribedCall:
         self._kernels, self._torch_function, self._needs_grad = kernels, torch_function, needs_grad
         self._has_out, self._raw, self._forms, self._columns = has_out, raw, forms, call.shape[-1]
         self._kind, self._read_raw = devices.get(args[0].device.type), raw_reader(raw, len(args)) if raw else None
-        # What serves, by the kernel (None: PyTorch's function), as a function of M; None where more than M is needed.
-        self._functions: dict[Kernel | None, FunctionOfM | None] = {}
+        # What serves as a function of M, by the interval of the Plan; and by the kernel (None: PyTorch's function) and
+        # its ``overlap``, where it is None if more than M is needed.
+        self._of_intervals: dict[int, FunctionOfM] = {}
+        self._functions: dict[Any, FunctionOfM | None] = {}
+        self._firsts, self._lasts = ([], []) if kernels is None else (kernels.firsts, kernels.lasts)
+        self._k = call.problem.k
         self._aux = range(len(args) - has_out - len(call.aux), len(args) - has_out)
         axes = [step.axis for step in call.problem.epilogue if step.takes_tensor]
         # For each of the args: how many of its first dimensions depend on M.
@@ -84,34 +89,49 @@ class DescribedCall:
 
     def function_for(self, args: Sequence[Any]) -> FunctionalFn | None:
         """Return the function that serves operands like args, of which the guard is true; None where they have to be
-        described."""
-        a = args[0]
-        m = int(a.numel() // self._problem.k)
-        if not self._takes(m, args) or (self._forms is not None and self._forms.is_raw(m) != bool(self._raw)):
+        described.
+
+        The first call with an M waits for this, and a function of Python that has not run for a while takes 2 us
+        beside an H200: so what most calls need is in this one (``benchmarks/new_m.py``).
+        """
+        a, has_out = args[0], self._has_out
+        m = a.numel() // self._k
+        if m < self._least_m or (has_out and args[-1].shape[:-1] != a.shape[:-1]):
             return None
-        kernel = None if self._kernels is None else self._kernels.loaded(m)
-        if kernel is None:
-            if self._kind.is_capturing(a.device):
+        for position, size in self._rows:  # the tensors that depend on M have its sizes, and are dense
+            tensor = args[position]
+            if tensor.numel() != m * size or not tensor.is_contiguous():
                 return None
-            kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
-            if kernel is None and self._is_packed:
-                return None
-        if self._raw:
-            args = (a, getattr(args[1], self._raw), *args[2:])
-        run = self._function_of_m(m, args, kernel) or self._specialized(m, args, kernel)
+        if self._forms is not None and self._forms.is_raw(m) != bool(self._raw):
+            return None
+        interval = bisect_right(self._firsts, m) - 1
+        is_inside = interval >= 0 and m <= self._lasts[interval]
+        function = self._of_intervals.get(interval) if is_inside else None
+        if function is None:
+            loaded = kernel = None if self._kernels is None else self._kernels.loaded(m)
+            if kernel is None:
+                if self._kind.is_capturing(a.device):
+                    return None
+                kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
+                if kernel is None and self._is_packed:
+                    return None
+            if self._raw:
+                args = (a, getattr(args[1], self._raw), *args[2:])
+            function = None if has_out else self._function_of_m(m, args, kernel)
+            if function is None:
+                run = self._specialized(m, args, kernel)
+                return run if self._read_raw is None else self._read_raw(run)
+            if is_inside and loaded is not None:
+                self._of_intervals[interval] = function
+        run = function(m, (*a.shape[:-1], self._columns))
         return run if self._read_raw is None else self._read_raw(run)
 
-    def _function_of_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionalFn | None:
-        """Return the function that serves M, from ``_functions``; None where that does not have it."""
-        if self._has_out:
-            return None
-        if kernel not in self._functions:
-            self._functions[kernel] = self._specialized_any_m(m, args, kernel)
-        function = self._functions[kernel]
-        try:
-            return None if function is None else function(m, (*args[0].shape[:-1], self._columns))
-        except (KernelError, UnsupportedError):  # the kernel does not take this M
-            return None
+    def _function_of_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionOfM | None:
+        """Return what serves by a kernel, as a function of M; None where it needs more than M."""
+        key = kernel, kernel is not None and kernel.overlap
+        if key not in self._functions:
+            self._functions[key] = self._specialized_any_m(m, args, kernel)
+        return self._functions[key]
 
     def _specialized_any_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionOfM | None:
         """Return what ``_functions`` has for a kernel. args: have this M."""
@@ -142,16 +162,6 @@ class DescribedCall:
             call, operands, kernel, self._torch_function, needs_grad=self._needs_grad, has_out=self._has_out
         )
 
-    def _takes(self, m: int, args: Sequence[Any]) -> bool:
-        """Whether the sizes of args are those of calls with this M, and the tensors that depend on it are dense."""
-        if m < self._least_m or (self._has_out and args[-1].shape[:-1] != args[0].shape[:-1]):
-            return False
-        for position, size in self._rows:
-            tensor = args[position]
-            if tensor.numel() != m * size or not tensor.is_contiguous():
-                return False
-        return True
-
     def _call(self, m: int, args: Sequence[Any], problem: Problem) -> Call:
         """Return what the op would describe. problem: that of the described call will do, where ``specialize`` needs no
         other: one with another M takes 5 us to make."""
@@ -174,8 +184,8 @@ def described_entry(
 ) -> cache.DescribedEntry | None:  # fmt: skip
     """Return what serves calls that differ from this one in M only; None where they have to be described.
 
-    key: without M; None where there is none. args: without out. guarded: the tensors among the caller's args, and out.
-    The other arguments are as for ``DescribedCall``.
+    key: of ``DESCRIBED_CALLS``; None where there is none. args: without out. guarded: the tensors among the caller's
+    args, and out. The other arguments are as for ``DescribedCall``.
     """
     has_out = out is not None
     if key is None or (kernels is None and call.packed is not None) or not DescribedCall.is_possible(call, args):
@@ -197,25 +207,26 @@ def described_entry(
     return cache.DescribedEntry(key, guard, described.function_for, is_exact)
 
 
-def serve_another_m(
-    op: str, key_without_m: Any, key: Any, args: tuple[Any, ...], guarded: tuple[Any, ...]
-) -> Tensor | None:
+def serve_another_m(sizes: int, key: Any, args: tuple[Any, ...], guarded: tuple[Any, ...]) -> Tensor | None:
     """Return the result of a call that differs from a described one in M only; None where there is no such call.
 
-    key, args, guarded: as for ``cache.lookup``. The function that serves the call is added to the dispatch cache.
+    sizes: how many parts of the key may depend on M. key, args, guarded: as for ``cache.lookup``. The function that
+    serves the call is added to the dispatch cache.
     """
+    if key is None or dispatch_modes() or forward_ad._current_level >= 0:  # as in lookup
+        return None
     generation = RUNTIME.generation
     try:
-        entries = cache.DESCRIBED_CALLS.get(key_without_m)
+        entries = cache.DESCRIBED_CALLS.get(key[sizes:])
     except TypeError:  # as in lookup
         return None
-    if not entries or dispatch_modes() or forward_ad._current_level >= 0:  # as in lookup
-        return None
-    for described in entries:
+    for described in entries or ():
         if described.guard(*guarded):
             function = described.function_for(args)
             if function is not None:
                 guard = described.guard if described.is_exact else None
                 RUNTIME.cache_entry(key, function, guarded, generation, guard=guard)
-                return run_profiled(op, function, args)
+                if profiler._is_profiler_enabled:
+                    return run_profiled(key, function, args)
+                return function(*args)  # type: ignore[no-any-return]
     return None

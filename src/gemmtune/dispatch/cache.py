@@ -5,8 +5,8 @@ first, differ in dtype, strides, device and whether a gradient is wanted; each h
 given operands. ``DISPATCH_CACHE`` maps a key to a tuple of entries that is replaced as a whole, so that readers need no
 lock; writers hold ``Runtime``'s.
 
-``DESCRIBED_CALLS`` maps a key without M to the calls from whose descriptions calls with other M are served
-(``another_m``).
+``DESCRIBED_CALLS`` maps a key without the sizes that depend on M to the calls from whose descriptions calls with other
+M are served (``another_m``).
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _Entry = TypeVar("_Entry")
 class DescribedEntry(NamedTuple):
     """An entry of ``DESCRIBED_CALLS``, for a ``another_m.DescribedCall``.
 
-    key: without M. guard: takes any M. function_for: from operands of which the guard is true to the function that
-    serves them; returns None where they have to be described. is_exact: whether the guard, under a key of
-    ``DISPATCH_CACHE``, is true of operands of one M only.
+    key: of ``DESCRIBED_CALLS``. guard: takes any M. function_for: from operands of which the guard is true to the
+    function that serves them; returns None where they have to be described. is_exact: whether the guard, under a key
+    of ``DISPATCH_CACHE``, is true of operands of one M only.
     """
 
     key: Any
@@ -65,7 +65,8 @@ class EntriesByStrides(tuple[GuardedEntry, ...]):
 def lookup(key: Any, args: tuple[Any, ...], guarded: tuple[Any, ...]) -> Tensor | None:
     """Return the result of a call by a cached entry, or None when no entry serves it. Every call pays for this.
 
-    key: names the call. args: the operands in the order of launches, then the epilogue's tensors and ``out``. guarded:
+    key: a tuple: the shape of the first operand and other sizes that may depend on M, then the op's name, then what
+    does not depend on M. args: the operands in the order of launches, then the epilogue's tensors and ``out``. guarded:
     the tensors among them (a PackedWeight's key is part of ``key``).
     """
     try:
@@ -102,6 +103,9 @@ def insert(
 
     guard: one of a described call that ``lookup`` may use for this key; None has one made.
     """
+    if guard is not None and key not in DISPATCH_CACHE and len(DISPATCH_CACHE) < MAX_KEYS:
+        DISPATCH_CACHE[key] = ((guard, function),)
+        return
     if guard is None:
         if key is None or not is_reachable() or any(map(is_subclass, guarded)):
             return

@@ -59,12 +59,13 @@ class CacheMiss(NamedTuple):
 
 def serve_miss(
     miss: CacheMiss, op: str, call: Call, torch_function: TorchFunction | None = None, *, differentiable: bool = True,
-    out: Tensor | None = None, key_without_m: Any = None,
+    out: Tensor | None = None, described_key: Any = None,
 ) -> Tensor:  # fmt: skip
     """Serve a Call of ordinary operands, and cache the function that served it unless only this call may have it.
 
     torch_function: PyTorch's function for just this call; None where there is none. differentiable: False for ops
-    without a gradient. key_without_m: under which calls with other M find this one; None where none may. Raises
+    without a gradient. described_key: of ``cache.DESCRIBED_CALLS``, for calls with other M; None where none may be
+    served by this one. Raises
     GradError, and what ``checks.require_output`` raises.
     """
     generation = RUNTIME.generation
@@ -84,7 +85,7 @@ def serve_miss(
     if miss.raw:
         run = raw_reader(miss.raw, len(miss.args))(run)
     described = described_entry(
-        key_without_m, call, args, miss.guarded, choice.plan, torch_function, needs_grad=grad_is_wanted, out=out,
+        described_key, call, args, miss.guarded, choice.plan, torch_function, needs_grad=grad_is_wanted, out=out,
         raw=miss.raw, forms=miss.forms,
     )  # fmt: skip
     RUNTIME.cache_entry(miss.key, run, miss.guarded, generation, described)

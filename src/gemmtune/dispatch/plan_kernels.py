@@ -16,7 +16,8 @@ class PlanKernels:
     ``Runtime`` locks.
 
     problem: of any size. load: loads a candidate for a Problem of the size that it was tuned for, or returns None.
-    faulty: ids of candidates that PyTorch serves in place of.
+    faulty: ids of candidates that PyTorch serves in place of. firsts, lasts: the first and the last sizes of the Plan's
+    intervals, ascending.
     """
 
     def __init__(
@@ -24,13 +25,9 @@ class PlanKernels:
         faulty: Collection[str],
     ) -> None:  # fmt: skip
         self._plan, self._problem, self._load, self._faulty = plan, problem, load, faulty
-        self._firsts = [interval.first for interval in plan.intervals]
+        self.firsts = [interval.first for interval in plan.intervals]
+        self.lasts = [interval.last for interval in plan.intervals]
         self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
-
-    @property
-    def last_sizes(self) -> list[int]:
-        """The last size of each of the Plan's intervals."""
-        return [interval.last for interval in self._plan.intervals]
 
     def load_intervals(self, load: Callable[[Candidate, Problem], Kernel | None]) -> None:
         """Load the kernels that serve the Plan's intervals. load: as for the class; kernels for which it returns None
@@ -49,7 +46,7 @@ class PlanKernels:
     def loaded(self, size: int) -> Kernel | None:
         """Return the kernel for an M, or a batch, if it is the best that the Plan has and is loaded; else None.
         Safe in any thread, without the lock."""
-        position = bisect_right(self._firsts, size) - 1
+        position = bisect_right(self.firsts, size) - 1
         if position < 0:
             return None
         _, last, entry = self._plan.intervals[position]

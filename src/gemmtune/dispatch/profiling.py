@@ -17,7 +17,6 @@ def run_profiled(key: Any, function: Callable[..., Tensor], args: tuple[Any, ...
     """
     if not profiler._is_profiler_enabled or key is None:
         return function(*args)
-    while not isinstance(key, str):  # that of a call with an epilogue contains the plain key
-        key = key[0]
-    with RecordFunction(f"gemmtune::{key}", args):
+    name = key if isinstance(key, str) else next(part for part in key if isinstance(part, str))
+    with RecordFunction(f"gemmtune::{name}", args):
         return function(*args)

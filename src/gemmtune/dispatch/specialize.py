@@ -93,8 +93,7 @@ def _kernel_variants(
     launch, count = bind_launch(kernel, call, args), len(args)
     if launch is None:
         return run_functional(kernel, call, adapt, fallback), run_out(kernel, call, adapt) if has_out else None
-    empty = _allocator(call, call.shape, _needs_device_guard(kernel, call.a.device))
-    functional = launch_functional_maker(kernel, call, count, fallback)(launch, empty)
+    functional = launch_functional_maker(launch, kernel, call, count, fallback)(call.problem.m, call.shape)
     return functional, launch_out(launch, kernel, call, count) if has_out else None
 
 
@@ -186,21 +185,15 @@ def bind_launch(kernel: Kernel, call: Call, args: Sequence[Any]) -> Launch | Non
 
 def specialize_any_m(call: Call, args: Sequence[Any], kernel: Kernel, plain: FunctionalFn) -> FunctionOfM | None:
     """Return what ``specialize`` does, as a function of M, for args that differ from a Call's in M only; None where it
-    depends on more than M. The result raises KernelError and UnsupportedError where the kernel does not take an M.
+    depends on more than M.
 
     plain: computes args with any M where a launch is refused. Where tensors of aux depend on M, M is not 1.
     """
     fallback, dtype, device = partial(_after_refusal, kernel, plain), dtype_of(call.problem.out_dtype), call.a.device
     kind = devices.get(device.type)
     if bind_launch(kernel, call, args) is not None:
-        bind, make = (
-            kernel.bind_any_m(call.a, call.b, call.aux),
-            launch_functional_maker(kernel, call, len(args), fallback),
-        )
-        if bind is None:
-            return None
-        # The device is the current one when the output is allocated: ``make`` switches to it where there are several.
-        return lambda m, shape: make(bind(m), kind.allocator(shape, _dense_strides(shape), dtype, device, True))
+        launch = kernel.bind_any_m(call.a, call.b, call.aux)
+        return None if launch is None else launch_functional_maker(launch, kernel, call, len(args), fallback)
     adapt = adapt_args(call, args, any_m=True)
     run = with_device_guard(kernel.functional if kernel.has_functional else kernel.run, kernel, device)
     is_current = not kind.needs_guard()
@@ -217,14 +210,15 @@ def specialize_any_m(call: Call, args: Sequence[Any], kernel: Kernel, plain: Fun
 
 
 def launch_functional_maker(
-    kernel: Kernel, call: Call, count: int, fallback: FallbackFn
-) -> Callable[[Launch, Callable[[], Tensor]], FunctionalFn]:
-    """Return a function from a launch, and what allocates its output, to a function of ``count`` args that calls them.
+    launch: Launch, kernel: Kernel, call: Call, count: int, fallback: FallbackFn
+) -> FunctionOfM:
+    """Return a function from M, and the shape of the result, to a function of ``count`` args that calls ``launch``.
 
     fallback: called with the error and the args when the launch is refused.
     """
     device, kind = call.a.device, devices.get(call.a.device.type)
     names, unpacking, passed = _launch_args(call, count)
+    needs_guard = _needs_device_guard(kernel, device)
     switch = [
         "    if current() != index:",
         "        with guard(device):",
@@ -232,9 +226,9 @@ def launch_functional_maker(
     ]
     return function_maker(
         "run",
-        ("launch", "empty"),
+        ("m", "shape"),
         f"def run({names}):",
-        *(switch if _needs_device_guard(kernel, device) else []),
+        *(switch if needs_guard else []),
         *unpacking,
         "    out = empty()",
         "    try:",
@@ -243,8 +237,14 @@ def launch_functional_maker(
         "        del out",
         f"        return fallback(error, {names})",
         "    return out",
-        errors=LAUNCH_ERRORS, fallback=fallback, current=kind.current_index, index=device.index, guard=kind.guard,
-        device=device,
+        # With the guard, the device is the current one when the output is allocated.
+        setup=[
+            "strides = (shape[1], 1) if len(shape) == 2 else dense_strides(shape)",
+            "empty = allocator(shape, strides, dtype, device, needs_guard)",
+        ],
+        launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, current=kind.current_index, index=device.index,
+        guard=kind.guard, device=device, allocator=kind.allocator, dense_strides=_dense_strides,
+        dtype=dtype_of(call.problem.out_dtype), needs_guard=needs_guard,
     )  # fmt: skip
 
 
@@ -374,13 +374,10 @@ def _kernel_shape(call: Call) -> tuple[int, ...]:
     return call.shape if call.adapt_a is None else (*call.a.shape[:-1], call.problem.columns)
 
 
-def _allocator(call: Call, shape: tuple[int, ...], device_is_current: bool = False) -> Callable[[], Tensor]:
-    """Return a function that allocates the Call's result in ``shape``.
-
-    device_is_current: whether the result's device is always the current one when it is called.
-    """
+def _allocator(call: Call, shape: tuple[int, ...]) -> Callable[[], Tensor]:
+    """Return a function that allocates the Call's result in ``shape``."""
     dtype, device = dtype_of(call.problem.out_dtype), call.a.device
-    return devices.get(device.type).allocator(shape, _dense_strides(shape), dtype, device, device_is_current)
+    return devices.get(device.type).allocator(shape, _dense_strides(shape), dtype, device, False)
 
 
 def _dense_strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -7,6 +7,7 @@ decisions of the store, as eager ops do. Where no kernel serves, PyTorch's own f
 from __future__ import annotations
 
 import contextlib
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -67,7 +68,11 @@ class CallSite:
         # What serves all M: the layouts, the best first, and by layout (None: the raw weight) the kernels of its plan.
         self._layouts: list[str | None] = []
         self._plans: dict[str | None, PlanKernels] = {}
-        self._binders: dict[Kernel, Callable[[int], Launch] | None] = {}  # what Kernel.bind_any_m returned
+        # What Kernel.bind_any_m returned, by the kernel and its ``overlap``.
+        self._launches: dict[tuple[Kernel, bool], Launch | None] = {}
+        # What serves the intervals of a plan, by interval, where that needs no more than M to be known.
+        self._interval_plan: PlanKernels | None = None
+        self._interval_runs: dict[int, Run] = {}
         self._bound_layouts: set[str | None] = set()  # those whose plan's kernels are bound
         self._generation = -1
         simpler = self.call.simpler
@@ -101,11 +106,41 @@ class CallSite:
             self._runs.clear()
             self._layouts.clear()
             self._plans.clear()
-            self._binders.clear()
+            self._launches.clear()
+            self._interval_plan = None
+            self._interval_runs.clear()
             self._bound_layouts.clear()
             self._simpler_is_prepared = False
             self._generation = RUNTIME.generation
-        return self._runs.get(self._size_of(a)) or self._prepare(out, a, weights, aux)
+        run = self._runs.get(self._size_of(a))
+        return run or self._run_of_interval(a, aux) or self._prepare(out, a, weights, aux)
+
+    def _run_of_interval(self, a: Tensor, aux: Sequence[Tensor]) -> Run | None:
+        """Return what serves the interval of the plan that the M of ``a`` is in, and remember it for this M; None where
+        it has served no M of that interval."""
+        plan, m = self._interval_plan, a.shape[0]
+        if plan is None or not self._is_dense(a, aux):
+            return None
+        interval = bisect_right(plan.firsts, m) - 1
+        run = self._interval_runs.get(interval) if interval >= 0 and m <= plan.lasts[interval] else None
+        if run is not None and len(self._runs) < MAX_SIZES:
+            self._runs[m] = run
+        return run
+
+    def _remember_interval(
+        self, layout: str | None, kernel: Kernel, a: Tensor, aux: Sequence[Tensor], launch: Launch | None, run: Run
+    ) -> None:
+        """Have ``run``, which serves ``a`` by a kernel of a layout's plan, serve all M of the interval that the M of
+        ``a`` is in. launch: what it launches; None where it calls ``Kernel.run``."""
+        plan, m = self._plans.get(layout), a.shape[0]
+        is_first = (self._layouts or [None])[0] == layout  # other layouts serve where the first has no kernel
+        if plan is None or not is_first or self._is_batched or not self._is_dense(a, aux):
+            return
+        by_m_alone = launch is None or self._launches.get((kernel, kernel.overlap)) is not None
+        if not by_m_alone or plan.loaded(m) is not kernel or self._interval_plan not in (None, plan):
+            return
+        self._interval_plan = plan
+        self._interval_runs[bisect_right(plan.firsts, m) - 1] = run
 
     def _size_of(self, a: Tensor) -> Any:
         """Return what the function that serves ``a`` depends on: M, or the batch and M."""
@@ -220,17 +255,17 @@ class CallSite:
         if plan is None or not is_bound_by_m or devices.is_capturing(a.device):
             return
         self._bound_layouts.add(layout)
-        for size in (*plan.last_sizes, a.shape[0]):  # that of ``a`` last, since it sets ``Kernel.overlap``
+        for size in (*plan.lasts, a.shape[0]):  # that of ``a`` last, since it sets ``Kernel.overlap``
             kernel = plan.loaded(size)
-            if kernel is not None and kernel not in self._binders:
-                bind = self._binders[kernel] = kernel.bind_any_m(a, b, aux)
+            if kernel is not None and (kernel, kernel.overlap) not in self._launches:
                 with contextlib.suppress(KernelError, UnsupportedError):  # warned of when that M is served
-                    if bind is not None:
-                        bind(size)
+                    self._launches[kernel, kernel.overlap] = kernel.bind_any_m(a, b, aux)
 
     def _is_dense(self, a: Tensor, aux: Sequence[Tensor]) -> bool:
         """Whether M alone tells the launch: all tensors that depend on it are dense. With one row it does not."""
-        return not self._is_batched and a.shape[0] > 1 and all(tensor.is_contiguous() for tensor in (a, *aux))
+        if self._is_batched or a.shape[0] < 2 or not a.is_contiguous():
+            return False
+        return not aux or all(tensor.is_contiguous() for tensor in aux)
 
     def _raw_run(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
         """Return a function by the kernel that serves the weights as they are, or by PyTorch."""
@@ -242,14 +277,17 @@ class CallSite:
             return self._plain(a, weights, aux)
         launch = self._bound(kernel, a, raw, aux)
         single = not self.call.parts or self.call.form == "linear"
-        if launch is None or not single:
-            return self._guarded(kernel, partial(self._run_raw, _unbound(kernel, a.device)))
         merged, matrix = self._merged, self.call.form == "matrix"
 
-        def run(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+        def run_launch(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
+            assert launch is not None
             launch(out, a, weights[0] if matrix else merged.get(weights), *aux)
 
-        return self._guarded(kernel, run)
+        launch = launch if single else None
+        run: Run = partial(self._run_raw, _unbound(kernel, a.device)) if launch is None else run_launch
+        run = self._guarded(kernel, run)
+        self._remember_interval(None, kernel, a, aux, launch, run)
+        return run
 
     def _run_raw(
         self, run: Callable[..., None], out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]
@@ -337,21 +375,22 @@ class CallSite:
             else:
                 launch(out, a, *packed.data, *aux)
 
-        return self._guarded(kernel, run)
+        guarded = self._guarded(kernel, run)
+        self._remember_interval(layout, kernel, a, aux, launch, guarded)
+        return guarded
 
     def _bound(self, kernel: Kernel, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[..., None] | None:
         """Return the kernel's launch by address; None where it has none."""
         if not isinstance(b, Tensor | PackedWeight):
             return None
-        is_dense = self._is_dense(a, aux)
-        if is_dense and kernel not in self._binders:
-            self._binders[kernel] = kernel.bind_any_m(a, b, aux)
-        bind = self._binders[kernel] if is_dense else None
-        problem = self.call.problem  # binding reads M from the operands
+        key, launch = (kernel, kernel.overlap), None
         try:
-            launch = (
-                bind(a.shape[0]) if bind else bind_launch(kernel, Call(problem, a, b, tuple(aux), ()), (a, b, *aux))
-            )
+            if self._is_dense(a, aux):
+                if key not in self._launches:
+                    self._launches[key] = kernel.bind_any_m(a, b, aux)
+                launch = self._launches[key]
+            if launch is None:  # binding reads M from the operands
+                launch = bind_launch(kernel, Call(self.call.problem, a, b, tuple(aux), ()), (a, b, *aux))
         except (KernelError, UnsupportedError) as error:
             warn_refused(kernel, error)
             return None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple, TypeVar
 
@@ -89,10 +90,6 @@ class OpSpec(NamedTuple):
 
     def miss(self, miss: CacheMiss, arguments: Arguments, out: Tensor | None) -> Tensor:
         """Serve a call that the cache does not serve."""
-        key_without_m = self._key_without_m(miss.key)
-        result = serve_another_m(self.name, key_without_m, miss.key, miss.args, miss.guarded)
-        if result is not None:
-            return result
         function = self.torch_function(**arguments)
         is_required = function is not None and function.required
         is_modified = self._is_modified(arguments)
@@ -108,18 +105,15 @@ class OpSpec(NamedTuple):
             function, miss = self.torch_function(**served), miss._replace(raw=self.raw)
         miss = miss._replace(forms=forms) if forms is not None else miss
         function = None if is_modified else function
+        described_key = None if miss.key is None else miss.key[self._size_count :]
         return serve_miss(
-            miss, self.name, call, function, differentiable=self.differentiable, out=out, key_without_m=key_without_m
+            miss, self.name, call, function, differentiable=self.differentiable, out=out, described_key=described_key
         )
 
-    def _key_without_m(self, key: Any) -> Any:
-        """Return what of a call's key (``_key_lines``) does not depend on M; None for a call without a key."""
-        if key is None:
-            return None
-        if isinstance(key[0], tuple):  # by _extend_key
-            return (self._key_without_m(key[0]), *key[1:])
-        name, shape, weight = key[:3]
-        return (name, len(shape), shape[-1:], weight, *key[3 + len(self.sizes) :])
+    @property
+    def _size_count(self) -> int:
+        """How many parts of a call's key (``_key_lines``) may depend on M."""
+        return 1 + len(self.sizes)
 
     def _served_form(self, arguments: Arguments) -> tuple[Call, Arguments, Forms | None]:
         """Return the Call, and the arguments that it describes: ``arguments``, or those with the raw form of a packed
@@ -191,7 +185,9 @@ def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str
         "        key = None",
         "    result = lookup(key, args, guarded)",
         "    if result is None:",
-        f"        return miss(CacheMiss(key, args, guarded), dict({arguments}), {out})",
+        "        result = serve_another_m(key, args, guarded)",
+        "        if result is None:",
+        f"            return miss(CacheMiss(key, args, guarded), dict({arguments}), {out})",
         "    return result",
     ]
     defaults = {
@@ -202,7 +198,8 @@ def _public_source(spec: OpSpec, signature: inspect.Signature) -> tuple[list[str
     names = {
         "is_compiling": is_compiling, "trace": spec.trace, "uncached": spec.uncached, "miss": spec.miss,
         "CacheMiss": CacheMiss, "PackedWeight": PackedWeight, "lookup": lookup, "extend_key": _extend_key,
-        "threads": torch.get_num_threads, "grad_enabled": torch.is_grad_enabled, **defaults,
+        "threads": torch.get_num_threads, "grad_enabled": torch.is_grad_enabled,
+        "serve_another_m": partial(serve_another_m, spec._size_count), **defaults,
     }  # fmt: skip
     return lines, names
 
@@ -213,7 +210,7 @@ def _key_lines(spec: OpSpec, optional: list[str]) -> list[str]:
     first, weight = spec.operands[:2]
     shown = f"{weight}._key if packed else {weight}.numel()" if spec.packable else f"{weight}.numel()"
     parts = [
-        repr(spec.name), f"{first}.shape", shown, *[f"{name}.numel()" for name in spec.sizes], *spec.settings,
+        f"{first}.shape", *[f"{name}.numel()" for name in spec.sizes], repr(spec.name), shown, *spec.settings,
         *[f"{name} is None" for name in optional], "threads()", "grad_enabled()",
     ]  # fmt: skip
     packed = [f"        packed = isinstance({weight}, PackedWeight)"] if spec.packable else []
@@ -250,7 +247,7 @@ def _extend_key(
         args = (*args, *[bound.tensor for bound in epilogue if bound.tensor is not None])
     if out is not None:
         args = (*args, out)
-    return (key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
+    return (*key, tags, out is None, out_dtype), args, (args[0], *args[2:]) if packed else args
 
 
 def _parameters(signature: inspect.Signature) -> str:

@@ -7,13 +7,15 @@ changes at exactly the M at which PyTorch's op runs another kernel (``benchmarks
 from __future__ import annotations
 
 import functools
+import threading
 
 import torch
 
 from ...core.errors import KernelError, UnsupportedError
 from ...core.problem import Problem
 from ..gpu.rules import ALIGN
-from .library import Call, Layouts, Operation
+from . import library
+from .library import Call, Operation
 from .product import WORKSPACE, describe_product, why_unsupported
 
 
@@ -21,14 +23,14 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
     """Return a name of the algorithm that cuBLAS chooses for a Problem with ``m`` rows, whose own M does not count.
     Empty where cuBLASLt does not support the product, or has no algorithm for it.
 
-    The first call for a Problem makes descriptors; later ones take 90 to 180 us beside an H200 (a script
-    that was not kept).
+    The first call for a Problem makes descriptors.
     """
     try:
-        operation = _operation_of(problem)
-        if operation is None:
+        library.library()  # raises UnsupportedError where there is none
+        call = _call_of(problem, torch.cuda.current_device(), threading.get_ident())
+        if call is None:
             return ""
-        call = Call(describe_product(problem, m), torch.cuda.current_device(), operation, Layouts())
+        call.set_m(m)
         (best,) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
     except (KernelError, UnsupportedError):
         return ""
@@ -36,6 +38,9 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
 
 
 @functools.lru_cache(maxsize=2)
-def _operation_of(problem: Problem) -> Operation | None:
-    """Return the Operation of a Problem; None where cuBLASLt does not support it."""
-    return None if why_unsupported(problem) else Operation(describe_product(problem, problem.m))
+def _call_of(problem: Problem, device: int, thread: int) -> Call | None:
+    """Return the Call of a Problem that a thread uses; None where cuBLASLt does not support it."""
+    if why_unsupported(problem):
+        return None
+    product = describe_product(problem, problem.m)
+    return Call(product, device, Operation(product))

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
@@ -20,10 +20,14 @@ from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batche
 from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
-from .library import Algorithm, Call, Layouts, Operation
+from .library import REFUSALS, Algorithm, Call, Operation
 from .product import RANKS, WORKSPACE, Product, describe_product
 
-_MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
+_MAX_LAUNCHES = 256  # that a kernel caches: of batched products one for each M
+_MAX_SIZES = 4096  # values of M for which a launch remembers another algorithm
+
+# The address of an Algorithm, the bytes of workspace that it requires, and the Algorithm itself.
+_Choice = tuple[int, int, Algorithm]
 
 
 class _ThreadOperation(threading.local):
@@ -36,12 +40,9 @@ class _ThreadOperation(threading.local):
 class _ThreadCall(threading.local):
     """A thread's own Call. parts: the Call, its Operation's ``set_pointer``, and the function from its ``bind_run``."""
 
-    def __init__(
-        self, product: Product, device: int, own: _ThreadOperation, layouts: Layouts, algorithm: Algorithm,
-        workspace: int,
-    ) -> None:  # fmt: skip
-        call = Call(product, device, own.operation, layouts)
-        self.parts = call, own.operation.set_pointer, call.bind_run(algorithm, workspace)
+    def __init__(self, product: Product, device: int, own: _ThreadOperation) -> None:
+        call = Call(product, device, own.operation)
+        self.parts = call, own.operation.set_pointer, call.bind_run()
 
 
 class RankedKernel(AnyBatch, Kernel):
@@ -59,13 +60,13 @@ class RankedKernel(AnyBatch, Kernel):
         strides = (m * problem.k, problem.k * problem.n)
         named = problem.with_size("batch", int(candidate["batch"])) if problem.is_batched else problem
         product = describe_product(named, m, strides)
-        self._own, self._layouts = _ThreadOperation(product), Layouts()
-        call = Call(product, device, self._own.operation, self._layouts)
+        self._own = _ThreadOperation(product)
+        call = Call(product, device, self._own.operation)
         ranked = call.ranked_algorithms(RANKS, WORKSPACE, ALIGN)
         if rank >= len(ranked):
             raise UnsupportedError(f"cuBLASLt ranks {len(ranked)} algorithms for this product, and none {rank}")
-        self._algorithm = ranked[rank].algorithm
-        self.workspace_bytes = int(ranked[rank].workspace)
+        self._choice = _choice(ranked[rank].algorithm, ranked[rank].workspace)
+        self.workspace_bytes = self._choice[1]
         self._bound: dict[tuple[int, ...], Launch] = {}
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
@@ -74,11 +75,11 @@ class RankedKernel(AnyBatch, Kernel):
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
         m, device = a.shape[-2], a.device.index
         if self.problem.family != "bmm":
-            return self.bind_any_m(a, b, aux)(m)
+            return self.bind_any_m(a, b, aux)
         return self.of_batch(a.shape[0])._bind_batches(m, device, (a.stride(0), b.stride(0)))
 
-    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch]:
-        return partial(self._cached_launch, device=a.device.index, strides=(0, 0), misaligned=launch_aligned)
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
+        return self._cached_launch(self.problem.m, a.device.index, (0, 0), launch_aligned)
 
     def _bind_batches(self, m: int, device: int, strides: tuple[int, int]) -> Launch:
         """Return the launch for these batch strides of A and B.
@@ -93,7 +94,8 @@ class RankedKernel(AnyBatch, Kernel):
         return self._cached_launch(m, device, strides, lambda _, *operands: copy_launch(*operands))
 
     def _cached_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
-        """Return the launch for M rows and these batch strides, from the kernel's cache where it has one.
+        """Return the launch for M rows (any, of a product that is not batched) and these batch strides, from the
+        kernel's cache where it has one.
 
         misaligned: a function that the launch calls with itself and the operands where one of them starts off a 16-byte
         boundary.
@@ -103,22 +105,24 @@ class RankedKernel(AnyBatch, Kernel):
         if launch is None:
             if len(self._bound) >= _MAX_LAUNCHES:
                 self._bound.clear()
-                self._layouts.clear()
             launch = self._bound[key] = self._make_launch(m, device, strides, misaligned)
         return launch
 
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = describe_product(self.problem, m, strides)
-        call, algorithm = Call(product, device, self._own.operation, self._layouts), self._algorithm
-        workspace = call.required_workspace(algorithm)
-        if workspace is None or workspace > WORKSPACE:
-            (best, *_) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
-            algorithm, workspace = best.algorithm, int(best.workspace)
-        thread_call = _ThreadCall(product, device, self._own, self._layouts, algorithm, workspace)
-        stream_of, attributes = torch_compat.stream_of, product.pointers
+        thread_call, stream_of, attributes = (
+            _ThreadCall(product, device, self._own),
+            torch_compat.stream_of,
+            product.pointers,
+        )
+        row_elements, own = self.problem.columns * self.problem.batch, self._choice
+        others: dict[int, _Choice] = {}  # by M, where cuBLASLt refuses the kernel's own
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:
             call, set_pointer, run = thread_call.parts
+            m = out.numel() // row_elements
+            if call.m != m:
+                call.set_m(m)
             d_ptr, a_ptr, b_ptr = out.data_ptr(), a.data_ptr(), b.data_ptr()
             if a_ptr < LOWEST_USUAL_ADDRESS or b_ptr < LOWEST_USUAL_ADDRESS:
                 require_kernel_operands(a, b)
@@ -132,10 +136,30 @@ class RankedKernel(AnyBatch, Kernel):
                     require_kernel_operands(tensor)
                 set_pointer(attribute, address)
             stream = stream_of(device)
+            algorithm, workspace, _ = others.get(m, own)
             workspace_tensor = alloc_workspace(workspace) if workspace else None  # kept alive until the launch
             scratch = 0 if workspace_tensor is None else workspace_tensor.data_ptr()
-            status = run(b_ptr, a_ptr, d_ptr, scratch, stream)
-            if status:
-                call.retry_or_raise(status, lambda: run(b_ptr, a_ptr, d_ptr, scratch, stream))
+            status = run(algorithm, b_ptr, a_ptr, d_ptr, scratch, workspace, stream)
+            if status in REFUSALS and m not in others:
+                if len(others) >= _MAX_SIZES:
+                    others.clear()
+                others[m] = self._choice_for(call)
+                launch(out, a, b, *aux)
+            elif status:
+                call.retry_or_raise(status, lambda: run(algorithm, b_ptr, a_ptr, d_ptr, scratch, workspace, stream))
 
         return launch
+
+    def _choice_for(self, call: Call) -> _Choice:
+        """Return the kernel's algorithm, with the workspace that it requires for the Call's M; the first that is ranked
+        for that M where it is not supported. Raises UnsupportedError where there is none."""
+        algorithm = self._choice[2]
+        workspace = call.required_workspace(algorithm)
+        if workspace is not None and workspace <= WORKSPACE:
+            return _choice(algorithm, workspace)
+        (best, *_) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
+        return _choice(best.algorithm, best.workspace)
+
+
+def _choice(algorithm: Algorithm, workspace: int) -> _Choice:
+    return ctypes.addressof(algorithm), int(workspace), algorithm

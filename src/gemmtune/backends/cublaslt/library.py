@@ -17,11 +17,15 @@ from .product import BIAS_AT, TYPES, Matrix, Product
 MISSING = "cuBLASLt was not found: it comes with PyTorch's CUDA wheels"
 _TRANSPOSE_A, _TRANSPOSE_B, _EPILOGUE, _BIAS_TYPE, _MODE_A, _MODE_B = 3, 4, 7, 26, 31, 32  # CUBLASLT_MATMUL_DESC_*
 _PLACEHOLDER_ADDRESS = 1 << 20
-_BATCHES, _BATCH_STRIDE = 5, 6  # CUBLASLT_MATRIX_LAYOUT_*
+_BATCHES = 5  # CUBLASLT_MATRIX_LAYOUT_*
+_FIELDS = {"rows": 2, "columns": 3, "lead": 4, "stride": 6}  # CUBLASLT_MATRIX_LAYOUT_*, all of 64 bits
 _WORKSPACE, _REDUCTIONS, _ALIGNMENT_A = 1, 3, 5  # CUBLASLT_MATMUL_PREF_*; B, C and D follow A
 # With this scheme the partial sums of a split-K product are not rounded before they are added.
 _REDUCE_IN_COMPUTE_TYPE = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 _NO_CONTEXT, _NOT_SUPPORTED = 1, 15  # CUBLAS_STATUS_*
+# What cublasLtMatmul returns, before it starts anything, where the algorithm is not for this product, or needs more
+# workspace than it was given (CUBLAS_STATUS_INVALID_VALUE, _NOT_SUPPORTED).
+REFUSALS = (7, _NOT_SUPPORTED)
 _STATUS = {
     1: "not initialized", 3: "out of memory", 7: "invalid value", 8: "not for this GPU", 11: "memory mapping failed",
     13: "execution failed", 14: "internal error", 15: "not supported", 16: "licence",
@@ -125,17 +129,12 @@ class _LibraryObject:
             self._destroy(self.pointer)
 
 
-class Layouts(dict[Matrix, _LibraryObject]):
-    """The layouts of a kernel's matrices, which Calls and threads share, since they are only read; each is made when it
-    is first looked up."""
-
-    def __missing__(self, matrix: Matrix) -> _LibraryObject:
-        layout = _LibraryObject("MatrixLayout", matrix.dtype, matrix.rows, matrix.columns, matrix.lead)
-        if matrix.batches > 1:
-            layout.set(_BATCHES, ctypes.c_int32(matrix.batches))
-            layout.set(_BATCH_STRIDE, ctypes.c_int64(matrix.stride))
-        self[matrix] = layout
-        return layout
+def _layout_of(matrix: Matrix) -> _LibraryObject:
+    layout = _LibraryObject("MatrixLayout", matrix.dtype, matrix.rows, matrix.columns, matrix.lead)
+    if matrix.batches > 1:
+        layout.set(_BATCHES, ctypes.c_int32(matrix.batches))
+        layout.set(_FIELDS["stride"], ctypes.c_int64(matrix.stride))
+    return layout
 
 
 class Operation:
@@ -168,18 +167,34 @@ class Operation:
 
 
 class Call:
-    """The cuBLASLt descriptors of one product on one device, which must stay alive while the product runs.
+    """The cuBLASLt descriptors of a product on one device, for one M at a time: they must stay alive, and ``m`` as it
+    is, while the product runs. Two threads must not use a Call at the same time.
 
-    operation: what the product computes; two threads must not use it at the same time. layouts: those that exist.
+    operation: what the product computes; two threads must not use it at the same time either. m: the rows of the
+    Problem's A that the descriptors have now.
     """
 
-    def __init__(self, product: Product, device: int, operation: Operation, layouts: Layouts) -> None:
-        self._device, self._handle, self._operation = device, handle_of(device), operation
-        self._layouts = [layouts[matrix] for matrix in (product.a, product.b, product.d)]
+    def __init__(self, product: Product, device: int, operation: Operation) -> None:
+        self.m, self._device, self._handle, self._operation = product.m, device, handle_of(device), operation
+        layouts = {name: _layout_of(getattr(product, name)) for name in ("a", "b", "d")}
         one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
-        self._alpha_beta = (one, type(one)(0))
-        a, b, d = (layout.pointer for layout in self._layouts)
+        self._layouts, self._alpha_beta = layouts, (one, type(one)(0))
+        a, b, d = (layout.pointer for layout in layouts.values())
         self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
+        # What depends on M: the value, that for one row, and a function that sets the attribute to the value.
+        self._by_m: list[tuple[ctypes.c_int64, int, Callable[[], int]]] = []
+        set_attribute = library().cublasLtMatrixLayoutSetAttribute
+        for name, field, per_row in product.by_m:
+            value = ctypes.c_int64()
+            arguments = layouts[name].pointer, _FIELDS[field], ctypes.addressof(value), ctypes.sizeof(value)
+            self._by_m.append((value, per_row, functools.partial(set_attribute, *arguments)))
+
+    def set_m(self, m: int) -> None:
+        """Change the descriptors to those of a product with ``m`` rows."""
+        for value, per_row, set_attribute in self._by_m:
+            value.value = m * per_row
+            check(set_attribute(), "setting the number of rows")
+        self.m = m
 
     def ranked_algorithms(self, count: int, workspace: int, alignment: int) -> list[Ranked]:
         """Return at most ``count`` algorithms in cuBLASLt's order, best first.
@@ -216,21 +231,19 @@ class Call:
         )
         return None if status or result.state else int(result.workspace)
 
-    def bind_run(self, algorithm: Algorithm, workspace: int) -> Callable[[int, int, int, int, int], int]:
-        """Return ``run(a, b, d, scratch, stream)``, which starts the product and returns a status for ``check``.
+    def bind_run(self) -> Callable[[int, int, int, int, int, int, int], int]:
+        """Return ``run(algorithm, a, b, d, scratch, workspace, stream)``, which starts the product and returns a status
+        for ``check``.
 
-        Its arguments are the addresses of cuBLASLt's A, B and D, of the workspace (0: none), and the stream.
+        Its arguments are the addresses of an Algorithm, of cuBLASLt's A, B and D and of the workspace (0: none), the
+        workspace's bytes, and the stream.
         """
         matmul, (handle, operation, a_at, b_at, d_at, _) = library().cublasLtMatmul, self._descriptors
         one, zero = map(ctypes.addressof, self._alpha_beta)
-        self._algorithm, algo = algorithm, ctypes.addressof(algorithm)
 
-        def run(a: int, b: int, d: int, scratch: int, stream: int) -> int:
-            return int(
-                matmul(
-                    handle, operation, one, a, a_at, b, b_at, zero, d, d_at, d, d_at, algo, scratch, workspace, stream
-                )
-            )
+        def run(algorithm: int, a: int, b: int, d: int, scratch: int, workspace: int, stream: int) -> int:
+            matrices = a, a_at, b, b_at, zero, d, d_at, d, d_at
+            return int(matmul(handle, operation, one, *matrices, algorithm, scratch, workspace, stream))
 
         return run
 

@@ -41,9 +41,12 @@ class Product:
     transposes a, and b.
 
     scaling: CUBLASLT_MATMUL_MATRIX_SCALE_* of the scales of a and b; None without scales. pointers: the attributes that
-    hold the addresses of the epilogue's tensors, in the Problem's order.
+    hold the addresses of the epilogue's tensors, in the Problem's order. m: the rows of the Problem's A. by_m: what is
+    proportional to it: the name of a Matrix, of its field, and the field's value for one row.
     """
 
+    m: int
+    by_m: tuple[tuple[str, str, int], ...]
     a: Matrix
     b: Matrix
     d: Matrix
@@ -119,7 +122,13 @@ def describe_product(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)
     if problem.family == "scaled_mm":
         scaling = _ONE_SCALE if steps[0].axis == "tensor" else _VECTORS
         pointers = (_SCALE_B_AT, _SCALE_A_AT, *pointers)
+    by_m = [("b", "rows" if b_transposed else "columns", 1), ("d", "columns", 1)]
+    if b_transposed and problem.a.layout.ld is None:
+        by_m.append(("b", "lead", 1))
+    if batches > 1:
+        by_m.append(("d", "stride", ldc))
     return Product(
+        m, tuple(by_m),
         Matrix(a, *((k, n) if a_transposed else (n, k)), ldb, batches, strides[1]),
         Matrix(b, *((m, k) if b_transposed else (k, m)), lda, batches, strides[0]),
         Matrix(TYPES[problem.out_dtype], n, m, ldc, batches, m * ldc),
@@ -129,4 +138,4 @@ def describe_product(problem: Problem, m: int, strides: tuple[int, int] = (0, 0)
         (_BIAS if has_bias else 0) | (_RELU if "relu" in kinds else 0) or _PLAIN,
         scaling,
         pointers,
-    )
+    )  # fmt: skip

@@ -116,36 +116,24 @@ class FittedTiles:
         A block's time has a part that does not depend on its tile's size, so that more rounds of smaller tiles take
         longer.
         """
-        if len(self._sizes) == 1:
-            return self._smallest(m, 1)[1]
-        return min((self._smallest(m, split) for split in self._sizes), key=self._time)[1]
-
-    def _smallest(self, m: int, split: int) -> tuple[int, Copy]:
-        """Return the rounds of blocks for M rows, and the copy with the smallest tiles with which there are no more."""
-        sizes = self._sizes[split]
-        fixed, fitted = (self._columns, m) if self._template == MIXED else (-(-m // self._bm), self._n)
-        per_tile = 1 if self._template == MIXED else self._cluster
-        rounds = self._rounds(m, split, sizes[-1])
-        most_tiles = rounds * self._clusters_of[split] // fixed  # along the fitted axis
-        return rounds, Copy(split, sizes[bisect_left(sizes, -(-fitted // (most_tiles * per_tile)))])
-
-    def _time(self, rounds_and_copy: tuple[int, Copy]) -> float:
-        """Return the time of the rounds of a copy of ``mixed`` (``_BESIDE_ROWS``)."""
-        rounds, (split, size) = rounds_and_copy
-        if split >= _MANY_BLOCKS and rounds > 1:
-            return math.inf
-        return rounds * ((_BESIDE_ROWS + size) / split + (self._exchange_rows if split > 1 else 0.0))
+        best, least_time = None, math.inf
+        is_mixed = self._template == MIXED
+        fixed, fitted, per_tile = (self._columns, m, 1) if is_mixed else (-(-m // self._bm), self._n, self._cluster)
+        for split, sizes in self._sizes.items():  # in one function, since a call with a new M waits for it
+            clusters = self._clusters_of[split]
+            rounds = -(-fixed * -(-fitted // (sizes[-1] * per_tile)) // clusters)
+            most_tiles = rounds * clusters // fixed  # along the fitted axis
+            size = sizes[bisect_left(sizes, -(-fitted // (most_tiles * per_tile)))]
+            # In rows of a tile (``_BESIDE_ROWS``); of ``slab`` there is one split only.
+            time = rounds * ((_BESIDE_ROWS + size) / split + (self._exchange_rows if split > 1 else 0.0))
+            if best is None or (time < least_time and (split < _MANY_BLOCKS or rounds == 1)):
+                best, least_time = Copy(split, size), time
+        assert best is not None
+        return best
 
     def _clusters(self, split: int) -> int:
         """Return about how many clusters run at a time."""
         return clusters_at_once(split * self._cluster, self._multiprocessors)
-
-    def _rounds(self, m: int, split: int, size: int) -> int:
-        if self._template == MIXED:
-            tiles = -(-m // size) * self._columns
-        else:
-            tiles = -(-m // self._bm) * -(-self._n // (size * self._cluster))
-        return -(-tiles // self._clusters_of[split])
 
 
 @functools.lru_cache(maxsize=256)

@@ -9,6 +9,7 @@ from typing import Any
 from ...core.candidate import Candidate
 from ...core.problem import Problem
 from ..gpu.artifact import Header
+from ..gpu.driver import Function
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.kernel import GridKernel, LoadedCubin, TmaKernel
 from .fitted import Copy, FittedTiles, is_fitted
@@ -37,7 +38,6 @@ class _FittableKernel(TmaKernel):
         self._config = dict(candidate.config)
         self._cubins: dict[Copy, LoadedCubin] = {}
         self._tiles: dict[int, FittedTiles] = {}  # by device
-        self._latest: tuple[tuple[int, int], Copy] | None = None  # the last M and device, and the copy for them
         if is_fitted(self._config):
             self._cubins = {self._copy_of(part[0]): LoadedCubin(*part) for part in parts[:-1]}
             self._cubins[self._copy_of(self.header)] = self.function
@@ -49,25 +49,17 @@ class _FittableKernel(TmaKernel):
     def _size_of(self, header: Header) -> int:
         """Return the size of a cubin's tiles along the axis that may be fitted."""
 
-    def _copy(self, m: int, device: int) -> Copy:
-        """Return the copy for M rows; that of the only cubin where tiles are not fitted."""
-        if not self._cubins:
-            return self._copy_of(self.header)
-        latest = self._latest  # making one launch asks for the copy three times
-        if latest is None or latest[0] != (m, device):
-            latest = self._latest = (m, device), self._tiles_on(device).copy_at(m)
-        return latest[1]
-
     def _tiles_on(self, device: int) -> FittedTiles:
-        if device not in self._tiles:
-            weight = self.problem.n, self.problem.k
-            self._tiles[device] = FittedTiles(
-                self.candidate.template, self._config, *weight, self.function(device).multiprocessors, self._cubins
-            )
-        return self._tiles[device]
+        template, weight = self.candidate.template, (self.problem.n, self.problem.k)
+        multiprocessors = self.function(device).multiprocessors
+        tiles = self._tiles[device] = FittedTiles(template, self._config, *weight, multiprocessors, self._cubins)
+        return tiles
 
     def _cubin(self, m: int, device: int) -> LoadedCubin:
-        return self._cubins[self._copy(m, device)] if self._cubins else self.function
+        if not self._cubins:
+            return self.function
+        tiles = self._tiles.get(device) or self._tiles_on(device)
+        return self._cubins[tiles.copy_at(m)]
 
 
 class Mixed(_FittableKernel):
@@ -79,9 +71,9 @@ class Mixed(_FittableKernel):
     def _size_of(self, header: Header) -> int:
         return header.descriptors["a_desc"].block[0]
 
-    def _program_count(self, m: int, device: int) -> int:
-        copy = self._copy(m, device)
-        return -(-m // copy.size) * self._tiles_n * copy.split
+    def _programs(self, function: Function) -> tuple[str, dict[str, int]]:
+        split, size = self._copy_of(function.header)
+        return "-(-m // size) * tiles", {"size": size, "tiles": self._tiles_n * split}
 
 
 class Slab(_FittableKernel):
@@ -95,8 +87,10 @@ class Slab(_FittableKernel):
     def _size_of(self, header: Header) -> int:
         return header.descriptors["b_desc"].block[0] * (2 if self.problem.gate is not None else 1)
 
-    def _program_count(self, m: int, device: int) -> int:
-        groups = -(-m // self._bm) * -(-self.problem.n // (self._copy(m, device).size * self._cluster))
+    def _programs(self, function: Function) -> tuple[str, dict[str, int]]:
+        width = self._size_of(function.header) * self._cluster
+        numbers = {"bm": self._bm, "slabs": -(-self.problem.n // width), "split": self._split, "cluster": self._cluster}
         if self._split > 1:
-            return groups * self._split
-        return int(self._cluster * max(1, min(groups, self.function(device).multiprocessors // self._cluster)))
+            return "-(-m // bm) * slabs * split", numbers
+        most = max(1, function.multiprocessors // self._cluster)
+        return "cluster * min(-(-m // bm) * slabs, most)", {**numbers, "most": most}

@@ -21,7 +21,7 @@ PDL_ARGUMENT = "following"
 B_EARLY, NEXT_LATE = 1, 2
 
 
-class Tma(msgspec.Struct, forbid_unknown_fields=True):
+class Tma(msgspec.Struct, forbid_unknown_fields=True, frozen=True):
     """The parameters of one TMA descriptor (tensor map), as cuTensorMapEncodeTiled takes them."""
 
     swizzle: int

@@ -36,6 +36,7 @@ _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+MAX_TENSOR_MAPS = 2048  # of one TensorMaps; the memory of one is half a kilobyte
 _EARLY_BLOCKS = 8  # of a multiprocessor, at most: with more blocks it is faster to let the next kernel begin late
 
 
@@ -328,31 +329,28 @@ class LaunchArgs(threading.local):
         return status
 
 
-_MapMemory, _Sizes, _Boxes = ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES), ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+_Sizes, _Boxes = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
 
 
-class TensorMap:
-    """A TMA descriptor (CUtensorMap) at ``address``."""
+class TensorMap(ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES)):  # type: ignore[misc]
+    """The memory of a TMA descriptor (CUtensorMap). address: the descriptor's, a multiple of 128."""
 
-    __slots__ = ("_memory", "address")
-
-    def __init__(self) -> None:
-        self._memory = _MapMemory()
-        start = ctypes.addressof(self._memory)
-        self.address = start + -start % _TENSOR_MAP_BYTES
+    address: int
 
 
-class TensorMapEncoder:
-    """Makes the TMA descriptors of row-major matrices with as many columns; lead: elements from one row to the next.
+class TensorMaps(dict[tuple[int, int], TensorMap]):
+    """The TMA descriptors of row-major matrices with as many columns, by the number of rows and the matrix's address;
+    each is made when it is first looked up, which raises KernelError when CUDA rejects it.
 
-    The arguments of CUDA's function are converted once, and changed where they differ: converting them takes ctypes
-    longer than the function does.
+    lead: elements from one row to the next. clips_boxes: whether TMA loads no more rows at a time than the matrix has.
     """
 
-    def __init__(self, tma: Tma, columns: int, lead: int) -> None:
-        self.box_rows, self._columns = tma.block[0], columns
+    def __init__(self, tma: Tma, columns: int, lead: int, clips_boxes: bool = False) -> None:
+        self._box_rows, self._columns, self._clips_boxes = tma.block[0], columns, clips_boxes
         self._lock, self._map, self._matrix = threading.Lock(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._sizes, self._box = _Sizes(columns, 0), _Boxes(tma.block[1], self.box_rows)
+        self._sizes, self._box = _Sizes(columns, 0), _Boxes(tma.block[1], self._box_rows)
+        # The arguments of CUDA's function are converted once, and changed where they differ: converting them takes
+        # ctypes longer than the function does.
         self._encode = functools.partial(
             driver().cuTensorMapEncodeTiled,
             self._map,
@@ -369,14 +367,19 @@ class TensorMapEncoder:
             ctypes.c_int(0),
         )
 
-    def encode(self, rows: int, box_rows: int, pointer: int) -> TensorMap:
-        """Return the descriptor of a matrix of ``rows`` rows, of which TMA loads ``box_rows`` at a time. Raises
-        KernelError when CUDA rejects it."""
+    def __missing__(self, key: tuple[int, int]) -> TensorMap:
+        rows, pointer = key
         result = TensorMap()
+        start = ctypes.addressof(result)
+        result.address = start + -start % _TENSOR_MAP_BYTES
         with self._lock:
             self._map.value, self._matrix.value = result.address, pointer
-            self._sizes[1], self._box[1] = rows, box_rows
+            self._sizes[1] = rows
+            self._box[1] = min(self._box_rows, rows) if self._clips_boxes else self._box_rows
             status = self._encode()
         if status:
             _check(status, f"describing a [{rows}, {self._columns}] matrix to TMA")
+        if len(self) >= MAX_TENSOR_MAPS:
+            self.clear()
+        self[key] = result
         return result

@@ -1,7 +1,7 @@
 """Loaded GPU kernels: from operands to a launch.
 
-``bind`` computes everything that follows from shapes and strides (the grid, most arguments) once. The launch that it
-returns only reads addresses.
+``bind`` computes everything that follows from strides once, and a launch computes once for each M what follows from
+that (the grid, most arguments). Later launches only read M and addresses.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from types import MappingProxyType
 from typing import Any, ClassVar, NamedTuple
 
@@ -18,7 +17,7 @@ from torch import Tensor
 
 from ...core import torch_compat
 from ...core.candidate import Candidate
-from ...core.codegen import function_maker
+from ...core.codegen import compile_function, function_maker
 from ...core.epilogue import Step
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
@@ -29,14 +28,14 @@ from ..base import Kernel, Launch
 from .alignment import MISALIGNED_MASK, batch_layouts, batched_launch, launch_aligned
 from .any_batch import AnyBatch
 from .artifact import NEXT_LATE, PDL_ARGUMENT, Header, Tma
-from .driver import CaptureState, Function, TensorMap, TensorMapEncoder, alloc_zeroed
+from .driver import CaptureState, Function, TensorMaps, alloc_zeroed
 from .hip import HipFunction
 from .int4 import INT4_BLOCKS, int4_layout, shuffle_int4
 from .rules import INDEX_LIMIT, MAX_BATCH, leading_dimensions
 
 _SEMAPHORE_BYTES, _SEMAPHORE_POOL_BYTES = 4, 4 << 20  # bytes of one semaphore, and of all that are allocated at a time
-_MAX_LAUNCHES = 256  # launches that a kernel caches, one for each M
-_MAX_TENSOR_MAPS = 256  # TMA descriptors that a kernel caches: weights keep their addresses
+_MAX_LAUNCHES = 256  # that a kernel caches: of batched products one for each M, of others mostly one
+_MAX_SIZES = 4096  # values of M for which a launch remembers its values, some 300 bytes each
 
 
 class Semaphores:
@@ -113,15 +112,17 @@ class LaunchPlan(NamedTuple):
 
     setup: lines that run once for each M; they may use kernel, m and device. grid, values: expressions of the grid's
     two sizes, and of the arguments that are no addresses, by name; they may use what ``setup`` assigns. lines: run in
-    every launch; they may use a_ptr, b_ptr and stream. addresses, descriptors: the arguments for A and B, and the
-    expressions of the addresses that are passed: the operands' own, or those of their descriptors. names: the other
-    objects that the source uses.
+    every launch; they may use m, a_ptr, b_ptr, stream and ``by_m``. by_m: names that ``setup`` assigns, or that
+    ``names`` has for this function but not for others of the kernel. addresses, descriptors: the arguments for A and B,
+    and the expressions of the addresses that are passed: the operands' own, or those of their descriptors. names: the
+    other objects that the source uses.
     """
 
     setup: Sequence[str]
     grid: tuple[str, str]
     values: Mapping[str, str]
     lines: Sequence[str] = ()
+    by_m: Sequence[str] = ()
     addresses: Mapping[str, str] = MappingProxyType({})
     descriptors: Mapping[str, str] = MappingProxyType({})
     names: Mapping[str, Any] = MappingProxyType({})
@@ -145,7 +146,8 @@ class GpuKernel(AnyBatch, Kernel):
         self.packing = self.layout_of(problem, candidate)
         self.function = LoadedCubin(self.header, cubin)
         self._bound: dict[tuple[int, ...], Launch] = {}
-        self._makers: dict[Any, Callable[..., Launch]] = {}  # from what differs between launches to a launch
+        # What makes launches, and by cubin what makes the values of an M, by what differs between launches.
+        self._makers: dict[Any, tuple[Callable[..., Launch], dict[LoadedCubin, Callable[..., Any]]]] = {}
         self._checked_m = 0  # the largest M that is known to fit
         self._tiles_n = -(-problem.n // self._bn)
         is_fixed = problem.a.layout.order == problem.out.order == "row"
@@ -188,18 +190,19 @@ class GpuKernel(AnyBatch, Kernel):
     def bind(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
         m = a.shape[-2]
         if self.problem.family != "bmm":
-            return self.bind_any_m(a, b, aux)(m)
+            self._require_fits(m)
+            return self.bind_any_m(a, b, aux)
         kernel, strides = self.of_batch(a.shape[0]), (a.stride(0), b.stride(0))
+        kernel._require_fits(m)
         return kernel._bind_batches(m, a.device.index, strides, self._names_behind(b))
 
-    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Callable[[int], Launch]:
+    def bind_any_m(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Launch:
         problem, steps = self.problem, _tensor_steps(self.problem)
         sizes = {
             f"ld{index}": tensor.stride(-2) if tensor.shape[-2] > 1 else problem.n
             for (index, step), tensor in zip(steps, aux, strict=True) if step.axis == "full"
         }  # fmt: skip
-        names = self._names_behind(b)
-        return partial(self._cached_launch, device=a.device.index, sizes=sizes, names=names, misaligned=launch_aligned)
+        return self._cached_launch(a.device.index, sizes, self._names_behind(b), launch_aligned)
 
     def _names_behind(self, b: Any) -> tuple[str, ...]:
         """Return the names of the arguments whose tensors follow A and the matrix B in a launch."""
@@ -213,22 +216,22 @@ class GpuKernel(AnyBatch, Kernel):
         if not all(layout.fits for layout in layouts):
             return copy_launch
         sizes = {"batch_a": strides[0], "batch_b": strides[1], "batch_c": m * self._leads(m)[2]}
-        return self._cached_launch(m, device, sizes, names, lambda _, *operands: copy_launch(*operands))
+        return self._cached_launch(device, sizes, names, lambda _, *operands: copy_launch(*operands))
 
     def _cached_launch(
-        self, m: int, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
+        self, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
     ) -> Launch:
-        """Return the launch for these sizes, from the kernel's cache where it has one.
+        """Return the launch for these sizes and any M, from the kernel's cache where it has one.
 
         misaligned: a function that the launch calls with itself and the operands where one of them starts off a 16-byte
         boundary.
         """
-        key = (m, device, *sizes.values())
+        key = (device, self.overlap, *sizes.values())
         launch = self._bound.get(key)
         if launch is None:
             if len(self._bound) >= _MAX_LAUNCHES:
                 self._bound.clear()
-            launch = self._bound[key] = self._make_launch(m, device, sizes, names, misaligned)
+            launch = self._bound[key] = self._make_launch(device, sizes, names, misaligned)
         return launch
 
     def _partial_sum_sizes(self, m: int, device: int) -> tuple[int, int]:
@@ -239,30 +242,43 @@ class GpuKernel(AnyBatch, Kernel):
         raise NotImplementedError(f"{self.candidate.id} leaves no partial sums")
 
     def _make_launch(
-        self, m: int, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
+        self, device: int, sizes: dict[str, int], names: Sequence[str], misaligned: Callable[..., None]
     ) -> Launch:
-        """Make the function that ``bind`` returns.
+        """Make the function that ``bind`` returns. It reads M from the output.
 
         sizes: the arguments that follow from the operands' strides. names: the names of the arguments whose tensors
         follow A and B. misaligned: see ``_cached_launch``.
         """
-        if m > self._checked_m or self.problem.family == "bmm":
-            reason = self._too_large(m)
-            if reason:
-                raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
-            self._checked_m = m
-        function = self._cubin(m, device)(device)
-        source = (function, function.pdl and self.overlap, names)
-        make = self._makers.get(source)
-        if make is None:  # it is the same for all M, and for all batches
-            make = self._makers[source] = self._launch_maker(*source, tuple(sizes), device)
-        return make(self, m, misaligned, *sizes.values())
+        function = self.function(device)
+        uses_pdl, argument_values = function.pdl and self.overlap, tuple(sizes.values())
+        source = (function, uses_pdl, names, tuple(sizes))
+        makers = self._makers.get(source)
+        if makers is None:  # they are the same for all strides, and for all batches
+            makers = self._makers[source] = self._launch_maker(function, uses_pdl, names, device), {}
+        make, of_cubins = makers
+        known: dict[int, Any] = {}
 
-    def _launch_maker(
-        self, function: Function, pdl: bool, names: Sequence[str], sizes: Sequence[str], device: int
-    ) -> Callable[..., Launch]:
-        """Return a function that makes the launches of a function. It takes the kernel, M, ``misaligned`` and the
-        values of ``sizes``, as ``_make_launch`` has them. pdl: whether launches may use PDL. sizes: their names."""
+        def make_values(m: int) -> Any:
+            """Return what of a launch depends on M, and remember it."""
+            if m > self._checked_m:
+                self._require_fits(m)
+            cubin = self._cubin(m, device)
+            maker = of_cubins.get(cubin)
+            if maker is None:
+                maker = of_cubins[cubin] = self._values_maker(cubin(device), uses_pdl, tuple(sizes), device)
+            if len(known) >= _MAX_SIZES:
+                known.clear()
+            values = known[m] = maker(self, m, *argument_values)
+            return values
+
+        if self.problem.family != "bmm":
+            make_values(self.problem.m)  # the source is compiled now, so that no launch waits for it
+        return make(self, misaligned, known.get, make_values)
+
+    def _launch_maker(self, function: Function, pdl: bool, names: Sequence[str], device: int) -> Callable[..., Launch]:
+        """Return a function that makes launches. It takes the kernel, ``misaligned``, and two functions from M to what
+        ``_values_maker`` describes: the first returns None where the second is to be called. pdl: whether launches may
+        use PDL."""
         plan, arguments = self._launch_plan(function, device), self.header.arguments
         extra_parameters = "".join(f", {name}" for name in names)
         reads_capture = pdl or self._shares_tiles
@@ -272,24 +288,19 @@ class GpuKernel(AnyBatch, Kernel):
         # The tensors of a norm are loaded 16 bytes at a time, as A is; those of other steps one element at a time.
         vector_loads = ["c_ptr", "a_ptr", "b_ptr", *(f"t{index}_at" for index in range(len(self.problem.norm_steps)))]
         written = {"c_ptr": "c_ptr", **plan.addresses, **{name: f"{name}_at" for name in names}}
-        setup, lines = [*plan.setup, f"grid_x, grid_y = {', '.join(plan.grid)}"], [*plan.lines]
+        lines = [*plan.lines]
         if self._shares_tiles:
-            setup.append("sum_bytes, lock_count = kernel._partial_sum_sizes(m, device)")
             lines += [
                 "sums, capture = alloc_workspace(sum_bytes), capture_of(stream).id if captured else 0",
                 "sums_ptr, locks_ptr = sums.data_ptr(), locks.of(stream, capture, lock_count)",
             ]
             written |= {"ws_ptr": "sums_ptr", "lock_ptr": "locks_ptr"}
-        values = {**plan.values, **{name: name for name in sizes}}
-        if function.pdl:
-            # With many blocks it takes longer to let the next kernel begin once the last of them has
-            # (docs/notes/cuda.md).
-            values[PDL_ARGUMENT] = f"{NEXT_LATE} if grid_x * grid_y > {function.early_trigger_blocks} else 0"
-        packed = ", ".join(values.get(name, "0") for name in arguments)
         return function_maker(
             "launch",
-            ("kernel", "m", "misaligned", *sizes),
+            ("kernel", "misaligned", "known_values", "make_values"),
             f"def launch(out, a, b{extra_parameters}):",
+            "    m = out.numel() // row_elements",
+            f"    {', '.join(self._names_by_m(plan))} = known_values(m) or make_values(m)",
             "    memory, slots, config, go, parameters = args.prepared",
             f"    {', '.join(addresses)} = {', '.join(pointers)}",
             f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
@@ -305,13 +316,46 @@ class GpuKernel(AnyBatch, Kernel):
             *(f"    parameters[{arguments.index(name)}] = {address}" for name, address in plan.descriptors.items()),
             f"    status = {'args.launch_captured(stream, b, out) if captured else go()' if pdl else 'go()'}",
             "    if status:",
-            "        function.retry_or_raise(status, go)",
-            setup=[*setup, f"head = pack_head(grid_x, grid_y, *fixed_head, {packed})"],
-            args=function.args, function=function, require=require_kernel_operands, stream_of=torch_compat.stream_of,
-            capturing=torch_compat.is_capturing, capture_of=CaptureState.of, alloc_workspace=alloc_workspace,
-            locks=semaphores_of(device) if self._shares_tiles else None, device=device,
-            pack_head=function.pack_head, fixed_head=function.fixed_head, **plan.names,
+            "        kernel._cubin(m, device)(device).retry_or_raise(status, go)",
+            setup=["row_elements = kernel.problem.columns * kernel.problem.batch"],
+            require=require_kernel_operands, stream_of=torch_compat.stream_of, capturing=torch_compat.is_capturing,
+            capture_of=CaptureState.of, alloc_workspace=alloc_workspace,
+            locks=semaphores_of(device) if self._shares_tiles else None, device=device, **plan.names,
         )  # fmt: skip
+
+    def _names_by_m(self, plan: LaunchPlan) -> list[str]:
+        """Return the names of what a launch reads that depends on M."""
+        return ["args", "head", *plan.by_m, *(["sum_bytes", "lock_count"] if self._shares_tiles else [])]
+
+    def _values_maker(self, function: Function, pdl: bool, sizes: Sequence[str], device: int) -> Callable[..., Any]:
+        """Return a function from the kernel, M and the values of ``sizes`` to the values of ``_names_by_m``. sizes: the
+        names of the arguments that follow from strides. pdl: as for ``_launch_maker``."""
+        plan = self._launch_plan(function, device)
+        setup = [*plan.setup, f"grid_x, grid_y = {', '.join(plan.grid)}"]
+        if self._shares_tiles:
+            setup.append("sum_bytes, lock_count = kernel._partial_sum_sizes(m, device)")
+        values = {**plan.values, **{name: name for name in sizes}}
+        if function.pdl:
+            # With many blocks it takes longer to let the next kernel begin once the last of them has
+            # (docs/notes/cuda.md).
+            values[PDL_ARGUMENT] = f"{NEXT_LATE} if grid_x * grid_y > early_trigger_blocks else 0"
+        packed = ", ".join(values.get(name, "0") for name in self.header.arguments)
+        return compile_function(
+            "values",
+            f"def values({', '.join(('kernel', 'm', *sizes))}):",
+            *(f"    {line}" for line in setup),
+            f"    head = pack_head(grid_x, grid_y, *fixed_head, {packed})",
+            f"    return {', '.join(self._names_by_m(plan))}",
+            args=function.args, pack_head=function.pack_head, fixed_head=function.fixed_head, device=device,
+            early_trigger_blocks=function.early_trigger_blocks, **plan.names,
+        )  # fmt: skip
+
+    def _require_fits(self, m: int) -> None:
+        """Raise KernelError where the kernel cannot be launched for M rows."""
+        reason = self._too_large(m)
+        if reason:
+            raise KernelError(f"{self.candidate.id} cannot be launched: {reason}")
+        self._checked_m = max(m, self._checked_m)
 
     def _too_large(self, m: int) -> str:
         """Return why the kernel cannot be launched for M rows, in words; empty when it can."""
@@ -375,24 +419,6 @@ class GridKernel(GpuKernel):
         )  # fmt: skip
 
 
-class _TensorMaps(dict[int, TensorMap]):
-    """TMA descriptors of matrices by the matrices' addresses; each is made when it is first looked up.
-
-    encode: makes the descriptor of the matrix at an address.
-    """
-
-    __slots__ = ("_encode",)
-
-    def __init__(self, encode: Callable[[int], TensorMap]) -> None:
-        self._encode = encode
-
-    def __missing__(self, address: int) -> TensorMap:
-        if len(self) >= _MAX_TENSOR_MAPS:
-            self.clear()
-        tensor_map = self[address] = self._encode(address)
-        return tensor_map
-
-
 class TmaKernel(GpuKernel):
     """A persistent kernel, whose programs loop over the tiles. It reads A and B through TMA descriptors, which are
     cached.
@@ -404,12 +430,12 @@ class TmaKernel(GpuKernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, parts: Sequence[tuple[Header, bytes]]) -> None:
         super().__init__(problem, candidate, parts)
-        # By the columns of B that TMA loads at a time. Weights keep their addresses for all M.
-        self._weights: dict[int, _TensorMaps] = {}
+        self._maps: dict[Any, TensorMaps] = {}  # by the arguments of ``_maps_of``
 
     @abstractmethod
-    def _program_count(self, m: int, device: int) -> int:
-        """Return the number of programs for M rows; the tiles are distributed over them."""
+    def _programs(self, function: Function) -> tuple[str, dict[str, int]]:
+        """Return an expression of the number of programs for m rows, over which the tiles are distributed, and the
+        numbers that it uses by name."""
 
     @property
     def _ldb(self) -> int:
@@ -421,22 +447,13 @@ class TmaKernel(GpuKernel):
         the kernel reads B itself."""
         return None
 
-    def _row_maps(self, encoder: TensorMapEncoder, m: int) -> _TensorMaps:
-        """Return the descriptors of A [M, K]."""
-        box_rows = min(encoder.box_rows, m) if self.clips_boxes else encoder.box_rows
-        return _TensorMaps(partial(encoder.encode, m, box_rows))
-
-    def _weight_maps(self, tma: Tma) -> _TensorMaps:
-        """Return the descriptors of B."""
-        columns = tma.block[0]
-        if columns not in self._weights:
-            encode = self._encoder(tma, self._ldb).encode
-            self._weights[columns] = _TensorMaps(partial(encode, self.problem.n, columns))
-        return self._weights[columns]
-
-    def _encoder(self, tma: Tma, lead: int) -> TensorMapEncoder:
-        # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
-        return TensorMapEncoder(tma, min(self.problem.k, lead), lead)
+    def _maps_of(self, tma: Tma, lead: int, clips_boxes: bool = False) -> TensorMaps:
+        """Return the descriptors of A, or of B, for all functions that read it alike."""
+        key = (tma, lead, clips_boxes)
+        if key not in self._maps:
+            # K columns, except for packed int4: two of its elements share a byte, so that it has ``lead`` columns.
+            self._maps[key] = TensorMaps(tma, min(self.problem.k, lead), lead, clips_boxes)
+        return self._maps[key]
 
     def _launch_plan(self, function: Function, device: int) -> LaunchPlan:
         (setup, values), ldb = self._common_values(), self._ldb
@@ -448,14 +465,18 @@ class TmaKernel(GpuKernel):
         }  # fmt: skip
         convert, tma = self._converter(device), function.header.descriptors
         converting = ["converted = convert(b_ptr, stream)", "b_ptr = converted.data_ptr()"]
+        programs, numbers = self._programs(function)
         return LaunchPlan(
-            [*setup, "programs = kernel._program_count(m, device)", "rows = kernel._row_maps(encoder, m)"],
-            ("programs", "1"), values,
+            [*setup, f"programs = {programs}"], ("programs", "1"), values,
             # In variables, since they must stay alive until the launch.
-            [*([] if convert is None else converting), "a_map, b_map = rows[a_ptr], weights[b_ptr]"],
+            [
+                *([] if convert is None else converting),
+                f"a_map, b_map = a_maps[m, a_ptr], b_maps[{self.problem.n}, b_ptr]",
+            ],
+            by_m=("a_maps", "b_maps"),
             descriptors={"a_desc": "a_map.address", "b_desc": "b_map.address"},
             names={
-                "encoder": self._encoder(tma["a_desc"], lda), "weights": self._weight_maps(tma["b_desc"]),
-                "convert": convert,
+                "a_maps": self._maps_of(tma["a_desc"], lda, self.clips_boxes),
+                "b_maps": self._maps_of(tma["b_desc"], ldb), "convert": convert, **numbers,
             },
         )  # fmt: skip

@@ -9,6 +9,7 @@ from torch import Tensor
 from ...core.candidate import Candidate
 from ...core.problem import Problem, bits
 from ..gpu.artifact import Header
+from ..gpu.driver import Function
 from ..gpu.kernel import GpuKernel, GridKernel, LoadedCubin, TmaKernel, alloc_workspace
 from ..gpu.rules import OFFSET_LIMIT, leading_dimensions
 from .compiler import CONVERTED_ITEMS
@@ -31,13 +32,14 @@ class Tiled(GridKernel):
 class Persistent(TmaKernel):
     """The template ``persistent``: at most one program for each multiprocessor; A and B are read through TMA."""
 
-    def _program_count(self, m: int, device: int) -> int:
-        multiprocessors = self.function(device).multiprocessors
+    def _programs(self, function: Function) -> tuple[str, dict[str, int]]:
+        numbers = {"bm": self._bm, "tiles_n": self._tiles_n, "multiprocessors": function.multiprocessors}
         # Where programs share tiles, all programs are needed even for few tiles.
-        return multiprocessors if self._shares_tiles else min(-(-m // self._bm) * self._tiles_n, multiprocessors)
+        every = "multiprocessors" if self._shares_tiles else "min(-(-m // bm) * tiles_n, multiprocessors)"
+        return every, numbers
 
     def _partial_sum_sizes(self, m: int, device: int) -> tuple[int, int]:
-        programs = self._program_count(m, device)
+        programs = self.function(device).multiprocessors
         return programs * self._bm * self._bn * 4, 2 * programs
 
 
