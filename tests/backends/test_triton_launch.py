@@ -63,8 +63,7 @@ def pop_launch(fake: FakeDriver, kernel: GpuKernel) -> tuple[tuple[int, int], di
 
 def run_kernel(kernel: GpuKernel, inputs: Inputs) -> torch.Tensor:
     problem = kernel.problem
-    shape = (problem.batch, problem.m, problem.n) if problem.family == "bmm" else (inputs.a.shape[0], problem.n)
-    out = torch.empty(shape, dtype=getattr(torch, problem.out_dtype))
+    out = torch.empty(*inputs.a.shape[:-1], problem.n, dtype=getattr(torch, problem.out_dtype))
     kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
     return out
 
