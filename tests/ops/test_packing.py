@@ -18,6 +18,7 @@ from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
 from gemmtune.core.weights import PackedWeight, QuantWeight
 from gemmtune.core.workloads import int_problem, linear_problem, weight_only_problem
+from gemmtune.dispatch import RUNTIME, policy
 from gemmtune.ops.packing import b_operand, problem_of
 from gemmtune.store import MemoryStore
 from helpers.serving import ToyBackend, evidence, register, store_decision, toy
@@ -50,6 +51,26 @@ def test_policy_off_packs_without_a_plan(own_store: MemoryStore) -> None:
     assert gemmtune.pack(W, m=4).layout == "toy:other"
     gemmtune.policy("off")
     assert gemmtune.pack(W, m=4).layout != "toy:other"
+
+
+def test_layout_of_a_plan_is_packed_for_an_m_without_kernels_of_it(
+    own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backend lists kernels of the layout for 4 rows only, and the plan has one of them serve."""
+
+    def candidates(self: ToyBackend, problem: Problem, target: Target) -> Iterator[Candidate]:
+        yield toy("other" if problem.m == 4 else "plain")
+
+    register()
+    monkeypatch.setattr(ToyBackend, "candidates", candidates)
+    problem = linear_problem(4, 24, 32, "float32")
+    with pytest.raises(UnsupportedError, match="into layout 'toy:other'"):
+        gemmtune.pack(W, m=64, layout="toy:other")
+    store_decision(own_store, problem, evidence(toy("other"), 0.1), chosen=toy("other"))
+    RUNTIME.refresh(own_store)
+    assert gemmtune.pack(W, m=64, layout="toy:other").layout == "toy:other"
+    with policy("off"), pytest.raises(UnsupportedError, match="into layout 'toy:other'"):
+        gemmtune.pack(W, m=64, layout="toy:other")
 
 
 @pytest.mark.parametrize(("raw_s", "layout"), [(0.5, "toy:other"), (0.1, None)])

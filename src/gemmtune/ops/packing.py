@@ -145,6 +145,8 @@ def _packing_kernel(
     """
     if layout is None:
         layout = _planned_layout(problems[0], device)
+    else:
+        problems = [*problems, *_planned_problems(problems[0], layout, device)]
     target = current_target(device)
     names = reversed(backends.names(device.type)) if layout is None else backends.readers(layout, device.type)
     for name in names:
@@ -166,6 +168,16 @@ def _planned_layout(problem: Problem, device: torch.device) -> str | None:
     if RUNTIME.policy == "off":
         return None
     return next((name for name in RUNTIME.index(device).layouts(problem.plan_key) if name is not None), None)
+
+
+def _planned_problems(problem: Problem, layout: str, device: torch.device) -> list[Problem]:
+    """Return the Problem with each M for which a kernel of the layout's Plan was tuned: backends list some layouts'
+    kernels for many rows only, and the Plan may still serve all M by one. Empty where the store has no Plan."""
+    plan = None if RUNTIME.policy == "off" else RUNTIME.index(device).plan(problem.plan_key, layout)
+    if plan is None:
+        return []
+    entries = [*(interval.entry for interval in plan.intervals), *plan.entries]
+    return [problem.with_m(m) for m in dict.fromkeys(entry.m for entry in entries)]
 
 
 def _default_kernel(backend: Backend, problem: Problem, device: torch.device, load_errors: list[str]) -> Kernel | None:
