@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import replace
 
 import pytest
@@ -81,3 +82,20 @@ def test_chosen_algorithms_are_the_first_of_the_ranking() -> None:
     assert 2 < len(set(chosen.values())) < 40
     assert chosen == {m: chosen_algorithm(problem.with_m(3), m) for m in chosen}
     assert chosen_algorithm(build(64, 1024, 8192, "int4wo"), 64) == ""
+
+
+@pytest.mark.parametrize("name", ["bf16", "int8"])
+def test_products_that_an_algorithm_or_its_workspace_does_not_fit_are_correct(name: str) -> None:
+    """cuBLASLt refuses an algorithm that does not support an M, and too little workspace, before it starts anything.
+
+    Algorithms are ranked for 256 rows; some of them need workspace, as many bytes more as there are more rows.
+    """
+    problem = {"bf16": build(256, 1024, 4096, "bf16"), "int8": int_problem(256, 1024, 1024)}[name]
+    kernels = []
+    for rank in range(8):
+        with contextlib.suppress(UnsupportedError):
+            kernels.append(load_kernel(problem, first_candidate(problem, "ranked", "cublaslt", rank=rank)))
+    assert len(kernels) > 1
+    for kernel in kernels:
+        for m in (17, 300, 1000, 3000, 300):
+            check(problem.with_m(m), kernel)
