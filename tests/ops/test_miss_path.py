@@ -17,7 +17,9 @@ def test_a_miss_enters_each_module_twice_at_most(name: str, tuned: bool, describ
     TOY_RUNS.clear()
     found = entries_of_miss(CALLS[name], tuned=tuned, described=described)
     assert bool(TOY_RUNS) == tuned
-    assert found["gemmtune.dispatch.cache"] == ["lookup", "insert"]
+    # A call that passes a tensor twice is described each time; others with another M have their guard already.
+    has_guard = described and name != "linear with a bias and an epilogue"
+    assert found["gemmtune.dispatch.cache"] == (["lookup"] if has_guard else ["lookup", "insert"])
     assert {module: names for module, names in found.items() if is_counted(module) and len(names) > MOST_ENTRIES} == {}
 
 

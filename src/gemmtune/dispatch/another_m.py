@@ -8,7 +8,7 @@ than the Plan's kernel for its M, and a function that launches the kernel.
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from operator import methodcaller
 from typing import Any
@@ -25,7 +25,7 @@ from ..core.torch_compat import len_torch_dispatch_stack as dispatch_modes
 from . import cache
 from .fallback import run_fallback
 from .forms import Forms
-from .guards import make_guard_of_any_size
+from .guards import exact_guard, make_guard_of_any_size
 from .plan_kernels import PlanKernels
 from .profiling import run_profiled
 from .runtime import RUNTIME
@@ -105,26 +105,31 @@ class DescribedCall:
         if self._forms is not None and self._forms.is_raw(m) != bool(self._raw):
             return None
         interval = bisect_right(self._firsts, m) - 1
-        is_inside = interval >= 0 and m <= self._lasts[interval]
-        function = self._of_intervals.get(interval) if is_inside else None
+        if interval >= 0 and m > self._lasts[interval]:
+            interval = -1
+        function = self._of_intervals.get(interval)
+        run = function(m, (*a.shape[:-1], self._columns)) if function is not None else self._chosen(m, interval, args)
+        return run if self._read_raw is None or run is None else self._read_raw(run)
+
+    def _chosen(self, m: int, interval: int, args: Sequence[Any]) -> FunctionalFn | None:
+        """Return the function that serves M by the Plan; None where the call has to be described. interval: that of the
+        Plan in which M is; -1 for none."""
+        a, kernels = args[0], self._kernels
+        loaded = kernel = None if kernels is None else kernels.loaded(m)
+        if kernel is None:
+            if self._kind.is_capturing(a.device):
+                return None
+            kernel = None if kernels is None else RUNTIME.kernel_of_size(kernels, m)
+            if kernel is None and self._is_packed:
+                return None
+        if self._raw:
+            args = (a, getattr(args[1], self._raw), *args[2:])
+        function = None if self._has_out else self._function_of_m(m, args, kernel)
         if function is None:
-            loaded = kernel = None if self._kernels is None else self._kernels.loaded(m)
-            if kernel is None:
-                if self._kind.is_capturing(a.device):
-                    return None
-                kernel = None if self._kernels is None else RUNTIME.kernel_of_size(self._kernels, m)
-                if kernel is None and self._is_packed:
-                    return None
-            if self._raw:
-                args = (a, getattr(args[1], self._raw), *args[2:])
-            function = None if has_out else self._function_of_m(m, args, kernel)
-            if function is None:
-                run = self._specialized(m, args, kernel)
-                return run if self._read_raw is None else self._read_raw(run)
-            if is_inside and loaded is not None:
-                self._of_intervals[interval] = function
-        run = function(m, (*a.shape[:-1], self._columns))
-        return run if self._read_raw is None else self._read_raw(run)
+            return self._specialized(m, args, kernel)
+        if interval >= 0 and kernels is not None and (loaded is not None or kernels.is_plain(interval)):
+            self._of_intervals[interval] = function
+        return function(m, (*a.shape[:-1], self._columns))
 
     def _function_of_m(self, m: int, args: Sequence[Any], kernel: Kernel | None) -> FunctionOfM | None:
         """Return what serves by a kernel, as a function of M; None where it needs more than M."""
@@ -181,11 +186,13 @@ class DescribedCall:
 def described_entry(
     key: Any, call: Call, args: tuple[Any, ...], guarded: Sequence[Tensor], kernels: PlanKernels | None,
     torch_function: TorchFunction | None, *, needs_grad: bool, out: Tensor | None, raw: str, forms: Forms | None,
+    sized: Collection[int] = (),
 ) -> cache.DescribedEntry | None:  # fmt: skip
     """Return what serves calls that differ from this one in M only; None where they have to be described.
 
     key: of ``DESCRIBED_CALLS``; None where there is none. args: without out. guarded: the tensors among the caller's
-    args, and out. The other arguments are as for ``DescribedCall``.
+    args, and out. sized: the positions of the args whose number of elements is in keys of ``DISPATCH_CACHE``. The other
+    arguments are as for ``DescribedCall``.
     """
     has_out = out is not None
     if key is None or (kernels is None and call.packed is not None) or not DescribedCall.is_possible(call, args):
@@ -202,8 +209,10 @@ def described_entry(
     guard = make_guard_of_any_size(guarded, varying)
     if guard is None:
         return None
-    # The dispatch cache's keys have the shape of a, and a matrix of the strides that the guard checks is dense.
-    is_exact = varying[0] == 1 and not any(varying[1:])
+    # The dispatch cache's keys have the shape of a. A tensor of which one dimension may differ has all its strides
+    # checked by the guard, and that dimension follows from its number of elements.
+    others = [count == 0 or (count == 1 and i in sized) for i, count in enumerate(described.varying) if i > 0]
+    is_exact = described.varying[0] == 1 and all(others)
     return cache.DescribedEntry(key, guard, described.function_for, is_exact)
 
 
@@ -224,7 +233,7 @@ def serve_another_m(sizes: int, key: Any, args: tuple[Any, ...], guarded: tuple[
         if described.guard(*guarded):
             function = described.function_for(args)
             if function is not None:
-                guard = described.guard if described.is_exact else None
+                guard = described.guard if described.is_exact else exact_guard(*guarded)
                 RUNTIME.cache_entry(key, function, guarded, generation, guard=guard)
                 if profiler._is_profiler_enabled:
                     return run_profiled(key, function, args)

@@ -103,9 +103,6 @@ def insert(
 
     guard: one of a described call that ``lookup`` may use for this key; None has one made.
     """
-    if guard is not None and key not in DISPATCH_CACHE and len(DISPATCH_CACHE) < MAX_KEYS:
-        DISPATCH_CACHE[key] = ((guard, function),)
-        return
     if guard is None:
         if key is None or not is_reachable() or any(map(is_subclass, guarded)):
             return

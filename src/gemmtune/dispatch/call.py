@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -59,14 +59,13 @@ class CacheMiss(NamedTuple):
 
 def serve_miss(
     miss: CacheMiss, op: str, call: Call, torch_function: TorchFunction | None = None, *, differentiable: bool = True,
-    out: Tensor | None = None, described_key: Any = None,
+    out: Tensor | None = None, described_key: Any = None, sized: Collection[int] = (),
 ) -> Tensor:  # fmt: skip
     """Serve a Call of ordinary operands, and cache the function that served it unless only this call may have it.
 
     torch_function: PyTorch's function for just this call; None where there is none. differentiable: False for ops
     without a gradient. described_key: of ``cache.DESCRIBED_CALLS``, for calls with other M; None where none may be
-    served by this one. Raises
-    GradError, and what ``checks.require_output`` raises.
+    served by this one. sized: as for ``described_entry``. Raises GradError, and what ``checks.require_output`` raises.
     """
     generation = RUNTIME.generation
     args = miss.args if out is None else miss.args[:-1]
@@ -86,7 +85,7 @@ def serve_miss(
         run = raw_reader(miss.raw, len(miss.args))(run)
     described = described_entry(
         described_key, call, args, miss.guarded, choice.plan, torch_function, needs_grad=grad_is_wanted, out=out,
-        raw=miss.raw, forms=miss.forms,
+        raw=miss.raw, forms=miss.forms, sized=sized,
     )  # fmt: skip
     RUNTIME.cache_entry(miss.key, run, miss.guarded, generation, described)
     return run_profiled(op, run, miss.args)

@@ -59,15 +59,21 @@ def make_guard_of_any_size(tensors: Sequence[Tensor], varying: Sequence[int]) ->
         return None
 
 
+def exact_guard(*tensors: Tensor) -> Guard | None:
+    """Return torch's guard of the tensors, of which none is passed twice; None where it has none for them. The guard
+    may be false of the tensors themselves."""
+    if _TensorGuards is None:
+        return None
+    try:
+        guard: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+        return guard
+    except (RuntimeError, TypeError, ValueError):  # other arguments in this torch, or tensors it does not take
+        return None
+
+
 def _guard_of_distinct(tensors: Sequence[Tensor]) -> Guard:
-    if _TensorGuards is not None:
-        try:
-            guard: Guard = _TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
-            if guard(*tensors):
-                return guard
-        except (RuntimeError, TypeError, ValueError):  # other arguments in this torch, or tensors it does not take
-            pass
-    return _guard_in_python(tensors)
+    guard = exact_guard(*tensors)
+    return guard if guard is not None and guard(*tensors) else _guard_in_python(tensors)
 
 
 def _guard_in_python(tensors: Sequence[Tensor]) -> Guard:

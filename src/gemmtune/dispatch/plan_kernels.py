@@ -29,6 +29,10 @@ class PlanKernels:
         self.lasts = [interval.last for interval in plan.intervals]
         self._kernels: dict[int, Kernel] = {}  # those that serve, by the address of an entry, which the Plan keeps
 
+    def is_plain(self, interval: int) -> bool:
+        """Whether plain PyTorch serves an interval, by the Plan."""
+        return self._plan.intervals[interval].entry.candidate is None
+
     def load_intervals(self, load: Callable[[Candidate, Problem], Kernel | None]) -> None:
         """Load the kernels that serve the Plan's intervals. load: as for the class; kernels for which it returns None
         are loaded when a size needs them."""

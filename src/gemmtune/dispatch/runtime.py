@@ -30,7 +30,6 @@ from ..core.problem import Problem
 from ..core.target import Target
 from ..core.weights import PackedWeight
 from . import cache
-from .cache import MAX_KEYS
 from .forms import Forms
 from .guards import Guard
 from .hooks import late_bound
@@ -137,7 +136,12 @@ class Runtime:
         the policy "on-miss", which tunes each M. guard: as for ``cache.insert``.
         """
         with self._lock:
-            if self.observer is None and generation == self.generation:
+            if self.observer is not None or generation != self.generation:
+                return
+            entries = cache.DISPATCH_CACHE
+            if guard is not None and key not in entries and len(entries) < cache.MAX_KEYS:
+                entries[key] = ((guard, function),)  # as cache.insert does; a call with a new M waits for it
+            else:
                 cache.insert(key, function, guarded, None if self.policy == "on-miss" else described, guard)
 
     def kernel_for(
@@ -243,7 +247,7 @@ class Runtime:
             return
         try:
             if self._is_miss(problem, device):  # another thread may just have tuned it
-                if len(self._asked) >= MAX_KEYS:
+                if len(self._asked) >= cache.MAX_KEYS:
                     self._asked.clear()
                 self._asked.add((problem.key, str(device)))
                 hook(problem, device)

@@ -219,6 +219,7 @@ def launch_functional_maker(
     device, kind = call.a.device, devices.get(call.a.device.type)
     names, unpacking, passed = _launch_args(call, count)
     needs_guard = _needs_device_guard(kernel, device)
+    is_current = needs_guard or kind.count() == 1  # with the guard, the device is the current one by then
     switch = [
         "    if current() != index:",
         "        with guard(device):",
@@ -237,14 +238,13 @@ def launch_functional_maker(
         "        del out",
         f"        return fallback(error, {names})",
         "    return out",
-        # With the guard, the device is the current one when the output is allocated.
         setup=[
             "strides = (shape[1], 1) if len(shape) == 2 else dense_strides(shape)",
-            "empty = allocator(shape, strides, dtype, device, needs_guard)",
+            "empty = allocator(shape, strides, dtype, device, is_current)",
         ],
         launch=launch, errors=LAUNCH_ERRORS, fallback=fallback, current=kind.current_index, index=device.index,
         guard=kind.guard, device=device, allocator=kind.allocator, dense_strides=_dense_strides,
-        dtype=dtype_of(call.problem.out_dtype), needs_guard=needs_guard,
+        dtype=dtype_of(call.problem.out_dtype), is_current=is_current,
     )  # fmt: skip
 
 

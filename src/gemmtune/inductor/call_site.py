@@ -128,19 +128,26 @@ class CallSite:
         return run
 
     def _remember_interval(
-        self, layout: str | None, kernel: Kernel, a: Tensor, aux: Sequence[Tensor], launch: Launch | None, run: Run
-    ) -> None:
-        """Have ``run``, which serves ``a`` by a kernel of a layout's plan, serve all M of the interval that the M of
-        ``a`` is in. launch: what it launches; None where it calls ``Kernel.run``."""
+        self, layout: str | None, kernel: Kernel | None, a: Tensor, aux: Sequence[Tensor], launch: Launch | None,
+        run: Run,
+    ) -> None:  # fmt: skip
+        """Have ``run``, which serves ``a`` by a kernel of a layout's plan, or by PyTorch, serve all M of the interval
+        that the M of ``a`` is in. launch: what it launches; None where it launches nothing itself."""
         plan, m = self._plans.get(layout), a.shape[0]
         is_first = (self._layouts or [None])[0] == layout  # other layouts serve where the first has no kernel
-        if plan is None or not is_first or self._is_batched or not self._is_dense(a, aux):
+        if plan is None or not is_first or not self._is_dense(a, aux) or self._interval_plan not in (None, plan):
             return
-        by_m_alone = launch is None or self._launches.get((kernel, kernel.overlap)) is not None
-        if not by_m_alone or plan.loaded(m) is not kernel or self._interval_plan not in (None, plan):
+        interval = bisect_right(plan.firsts, m) - 1
+        if interval < 0 or m > plan.lasts[interval]:
             return
-        self._interval_plan = plan
-        self._interval_runs[bisect_right(plan.firsts, m) - 1] = run
+        if kernel is None:
+            serves_all = plan.is_plain(interval)
+        else:
+            by_m_alone = launch is None or self._launches.get((kernel, kernel.overlap)) is not None
+            serves_all = by_m_alone and plan.loaded(m) is kernel
+        if serves_all:
+            self._interval_plan = plan
+            self._interval_runs[interval] = run
 
     def _size_of(self, a: Tensor) -> Any:
         """Return what the function that serves ``a`` depends on: M, or the batch and M."""
@@ -274,7 +281,10 @@ class CallSite:
         kernel, raw = self._kernel(None, a), self._raw(weights)
         self._bind_plan(None, a, raw, aux)
         if kernel is None:
-            return self._plain(a, weights, aux)
+            plain = self._plain(a, weights, aux)
+            if self._is_mm:
+                self._remember_interval(None, None, a, aux, None, plain)
+            return plain
         launch = self._bound(kernel, a, raw, aux)
         single = not self.call.parts or self.call.form == "linear"
         merged, matrix = self._merged, self.call.form == "matrix"
@@ -409,11 +419,15 @@ class CallSite:
 
         return guarded
 
-    def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
-        """Return a function by PyTorch's own functions."""
+    @property
+    def _is_mm(self) -> bool:
+        """Whether ``torch.mm`` alone computes the product."""
         problem = self.call.problem
-        same = problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
-        if same:
+        return problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
+
+    def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
+        """Return a function by PyTorch's own functions, of any M where that is ``_is_mm``."""
+        if self._is_mm:
 
             def multiply(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
                 torch.mm(a, self._raw(weights), out=out)

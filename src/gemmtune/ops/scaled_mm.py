@@ -98,6 +98,7 @@ SPEC = OpSpec(
     trace=_trace,
     torch_function=_torch_function,
     settings=("out_dtype",),
+    sizes=("scale_a",),
     differentiable=False,
     torch_in_special_states=False,
     packable=False,

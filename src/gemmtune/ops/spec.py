@@ -107,8 +107,9 @@ class OpSpec(NamedTuple):
         function = None if is_modified else function
         described_key = None if miss.key is None else miss.key[self._size_count :]
         return serve_miss(
-            miss, self.name, call, function, differentiable=self.differentiable, out=out, described_key=described_key
-        )
+            miss, self.name, call, function, differentiable=self.differentiable, out=out, described_key=described_key,
+            sized=[self.operands.index(name) for name in self.sizes],
+        )  # fmt: skip
 
     @property
     def _size_count(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from ...core.candidate import Candidate
@@ -50,16 +50,25 @@ class _FittableKernel(TmaKernel):
         """Return the size of a cubin's tiles along the axis that may be fitted."""
 
     def _tiles_on(self, device: int) -> FittedTiles:
-        template, weight = self.candidate.template, (self.problem.n, self.problem.k)
-        multiprocessors = self.function(device).multiprocessors
-        tiles = self._tiles[device] = FittedTiles(template, self._config, *weight, multiprocessors, self._cubins)
-        return tiles
+        if device not in self._tiles:
+            template, weight = self.candidate.template, (self.problem.n, self.problem.k)
+            multiprocessors = self.function(device).multiprocessors
+            self._tiles[device] = FittedTiles(template, self._config, *weight, multiprocessors, self._cubins)
+        return self._tiles[device]
 
-    def _cubin(self, m: int, device: int) -> LoadedCubin:
+    def _by_copy(self, values_of: Callable[[LoadedCubin], Any], device: int) -> Callable[[int], Any] | None:
         if not self._cubins:
-            return self.function
-        tiles = self._tiles.get(device) or self._tiles_on(device)
-        return self._cubins[tiles.copy_at(m)]
+            return None
+        tiles, cubins, of_copies = self._tiles_on(device), self._cubins, dict[Copy, Callable[[int], Any]]()
+
+        def values_by_copy(m: int) -> Any:
+            copy = tiles.copy_at(m)
+            values = of_copies.get(copy)
+            if values is None:
+                values = of_copies[copy] = values_of(cubins[copy])
+            return values(m)
+
+        return values_by_copy
 
 
 class Mixed(_FittableKernel):

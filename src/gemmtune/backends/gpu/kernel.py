@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ...core import torch_compat
 from ...core.candidate import Candidate
-from ...core.codegen import compile_function, function_maker
+from ...core.codegen import function_maker
 from ...core.epilogue import Step
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
@@ -173,10 +173,6 @@ class GpuKernel(AnyBatch, Kernel):
         """Return the rows and columns of a tile of the output, and the elements of K in a block."""
         return int(config["bm"]), int(config["bn"]), int(config["bk"])
 
-    def _cubin(self, m: int, device: int) -> LoadedCubin:
-        """Return the cubin that serves M rows. All of a kernel's cubins have the same arguments."""
-        return self.function
-
     @property
     def can_overlap(self) -> bool:
         return self.function(torch.cuda.current_device()).pdl
@@ -250,34 +246,34 @@ class GpuKernel(AnyBatch, Kernel):
         follow A and B. misaligned: see ``_cached_launch``.
         """
         function = self.function(device)
-        uses_pdl, argument_values = function.pdl and self.overlap, tuple(sizes.values())
-        source = (function, uses_pdl, names, tuple(sizes))
+        uses_pdl, names_of_sizes = function.pdl and self.overlap, tuple(sizes)
+        source = (function, uses_pdl, names, names_of_sizes)
         makers = self._makers.get(source)
         if makers is None:  # they are the same for all strides, and for all batches
             makers = self._makers[source] = self._launch_maker(function, uses_pdl, names, device), {}
         make, of_cubins = makers
         known: dict[int, Any] = {}
 
-        def make_values(m: int) -> Any:
-            """Return what of a launch depends on M, and remember it."""
-            if m > self._checked_m:
-                self._require_fits(m)
-            cubin = self._cubin(m, device)
+        def values_of(cubin: LoadedCubin) -> Callable[[int], Any]:
             maker = of_cubins.get(cubin)
             if maker is None:
-                maker = of_cubins[cubin] = self._values_maker(cubin(device), uses_pdl, tuple(sizes), device)
-            if len(known) >= _MAX_SIZES:
-                known.clear()
-            values = known[m] = maker(self, m, *argument_values)
-            return values
+                maker = of_cubins[cubin] = self._values_maker(cubin(device), uses_pdl, names_of_sizes, device)
+            result: Callable[[int], Any] = maker(self, known, *sizes.values())
+            return result
 
+        make_values = self._by_copy(values_of, device) or values_of(self.function)
         if self.problem.family != "bmm":
             make_values(self.problem.m)  # the source is compiled now, so that no launch waits for it
         return make(self, misaligned, known.get, make_values)
 
+    def _by_copy(self, values_of: Callable[[LoadedCubin], Any], device: int) -> Callable[[int], Any] | None:
+        """Return a function from M to ``values_of(cubin)(M)`` of the cubin that serves M; None where one serves all M.
+        All of a kernel's cubins have the same arguments."""
+        return None
+
     def _launch_maker(self, function: Function, pdl: bool, names: Sequence[str], device: int) -> Callable[..., Launch]:
-        """Return a function that makes launches. It takes the kernel, ``misaligned``, and two functions from M to what
-        ``_values_maker`` describes: the first returns None where the second is to be called. pdl: whether launches may
+        """Return a function that makes launches. It takes the kernel, ``misaligned``, and two functions from M to the
+        values of ``_names_by_m``: the first returns None where the second is to be called. pdl: whether launches may
         use PDL."""
         plan, arguments = self._launch_plan(function, device), self.header.arguments
         extra_parameters = "".join(f", {name}" for name in names)
@@ -301,6 +297,7 @@ class GpuKernel(AnyBatch, Kernel):
             f"def launch(out, a, b{extra_parameters}):",
             "    m = out.numel() // row_elements",
             f"    {', '.join(self._names_by_m(plan))} = known_values(m) or make_values(m)",
+            "    args = function.args",
             "    memory, slots, config, go, parameters = args.prepared",
             f"    {', '.join(addresses)} = {', '.join(pointers)}",
             f"    if {' or '.join(f'{address} < {LOWEST_USUAL_ADDRESS}' for address in addresses[1:])}:",
@@ -316,7 +313,7 @@ class GpuKernel(AnyBatch, Kernel):
             *(f"    parameters[{arguments.index(name)}] = {address}" for name, address in plan.descriptors.items()),
             f"    status = {'args.launch_captured(stream, b, out) if captured else go()' if pdl else 'go()'}",
             "    if status:",
-            "        kernel._cubin(m, device)(device).retry_or_raise(status, go)",
+            "        function.retry_or_raise(status, go)",
             setup=["row_elements = kernel.problem.columns * kernel.problem.batch"],
             require=require_kernel_operands, stream_of=torch_compat.stream_of, capturing=torch_compat.is_capturing,
             capture_of=CaptureState.of, alloc_workspace=alloc_workspace,
@@ -325,11 +322,12 @@ class GpuKernel(AnyBatch, Kernel):
 
     def _names_by_m(self, plan: LaunchPlan) -> list[str]:
         """Return the names of what a launch reads that depends on M."""
-        return ["args", "head", *plan.by_m, *(["sum_bytes", "lock_count"] if self._shares_tiles else [])]
+        return ["function", "head", *plan.by_m, *(["sum_bytes", "lock_count"] if self._shares_tiles else [])]
 
     def _values_maker(self, function: Function, pdl: bool, sizes: Sequence[str], device: int) -> Callable[..., Any]:
-        """Return a function from the kernel, M and the values of ``sizes`` to the values of ``_names_by_m``. sizes: the
-        names of the arguments that follow from strides. pdl: as for ``_launch_maker``."""
+        """Return a function of the kernel, a dict and the values of ``sizes``. Its result is a function from M to the
+        values of ``_names_by_m``, which it adds to the dict. sizes: the names of the arguments that follow from
+        strides. pdl: as for ``_launch_maker``."""
         plan = self._launch_plan(function, device)
         setup = [*plan.setup, f"grid_x, grid_y = {', '.join(plan.grid)}"]
         if self._shares_tiles:
@@ -340,13 +338,19 @@ class GpuKernel(AnyBatch, Kernel):
             # (docs/notes/cuda.md).
             values[PDL_ARGUMENT] = f"{NEXT_LATE} if grid_x * grid_y > early_trigger_blocks else 0"
         packed = ", ".join(values.get(name, "0") for name in self.header.arguments)
-        return compile_function(
-            "values",
-            f"def values({', '.join(('kernel', 'm', *sizes))}):",
+        return function_maker(
+            "values_of",
+            ("kernel", "known", *sizes),
+            "def values_of(m):",
+            "    if m > kernel._checked_m:",
+            "        kernel._require_fits(m)",
             *(f"    {line}" for line in setup),
             f"    head = pack_head(grid_x, grid_y, *fixed_head, {packed})",
-            f"    return {', '.join(self._names_by_m(plan))}",
-            args=function.args, pack_head=function.pack_head, fixed_head=function.fixed_head, device=device,
+            f"    if len(known) >= {_MAX_SIZES}:",
+            "        known.clear()",
+            f"    values = known[m] = {', '.join(self._names_by_m(plan))}",
+            "    return values",
+            function=function, pack_head=function.pack_head, fixed_head=function.fixed_head, device=device,
             early_trigger_blocks=function.early_trigger_blocks, **plan.names,
         )  # fmt: skip
 
