@@ -7,10 +7,10 @@ A small weight of each family is tuned for all M of a range. Then ``--count`` ra
 order, each time on new operands: by PyTorch's own op, by gemmtune's op with the weight raw and packed, and by the
 product of a compiled graph (``inductor.CallSite``). What the first call of an M takes longer than its second, which
 comes after calls with all other M, is what a new M costs. Host time is the time in which the calling thread is busy: a
-GPU's stream is idle before each call, and a CPU's kernel is part of both. Where the plan has PyTorch serve an M, a new
-M costs what it costs PyTorch, too, unless the library remembers the M from "PyTorch", which is measured first: on CPUs
-oneDNN makes a primitive for it, on GPUs cuBLAS chooses a kernel. Raw data is written to benchmarks/results/ (or to
-$OUT).
+GPU's stream is idle before each call, and a CPU's kernel is part of both. There is a line for each backend that serves
+some of the M: where that is PyTorch's own op, a new M costs what it costs PyTorch, too, unless the library remembers
+the M from "PyTorch", which is measured first: on CPUs oneDNN makes a primitive for it, on GPUs cuBLAS chooses a kernel.
+Raw data is written to benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ from gemmtune.core.weights import QuantWeight
 from gemmtune.core.workloads import build
 from gemmtune.dispatch import RUNTIME, current_target
 from gemmtune.inductor.call_site import CallSite
+from gemmtune.inductor.costs import layouts_of
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.verify.inputs import Inputs, make_inputs
 
@@ -106,6 +107,20 @@ def op_call(problem: Problem, a: Tensor, b: Any, aux: Any) -> Call:
     return lambda: gemmtune.mixed_mm(a, b, bits=bits)
 
 
+def backends_of(problem: Problem, b: Tensor | QuantWeight, way: str, sizes: list[int]) -> list[str]:
+    """Return the name of the backend that serves each M, by the plan; "PyTorch" for its own op."""
+    device = b.device if isinstance(b, Tensor) else b.data.device
+    index, plan = RUNTIME.index(device), None
+    if way == "op":
+        plan, _ = index.raw_plan(problem)
+    elif way != "PyTorch":
+        constant = replace(problem, b=replace(problem.b, constant=True))
+        layout = pack(problem, b).layout if way == "op, packed" else layouts_of(constant, device)[0]
+        plan = index.raw_plan(constant)[0] if layout is None else index.plan(constant.plan_key, layout)
+    candidates = [None if plan is None else plan.pick(m).candidate for m in sizes]
+    return ["PyTorch" if candidate is None else candidate.backend for candidate in candidates]
+
+
 def time_calls(problem: Problem, b: Any, sizes: list[int], way: Callable[[Inputs], Call]) -> list[float]:
     """Return the microseconds of a call with each M."""
     device, times = b.device if isinstance(b, Tensor) else b.data.device, []
@@ -133,7 +148,8 @@ def main() -> None:
         torch.set_num_threads(1)
     device, rows = torch.device(args.device), []
     size, last = args.size or (1024 if device.type == "cuda" else 64), LAST[args.device]
-    print(f"{'family':<8}{'call':<16}{'new M':>10}{'quartiles':>18}{'90%':>8}{'later call':>12}   us")
+    heads = f"{'M':>4}{'new M':>10}{'quartiles':>18}{'90%':>8}{'later call':>12}   us"
+    print(f"{'family':<8}{'call':<16}{'served by':<10}{heads}")
     for family in (args.families or FAMILIES[args.device]).split(","):
         problem = build(16, size, size, family)
         gemmtune.tune([problem], m=range(1, last + 1), budget=args.budget, device=device)
@@ -144,11 +160,19 @@ def main() -> None:
             sizes = random.Random(family).sample(range(first, last + 1), args.count + 20)
             with torch.inference_mode(name != "compiled graph"):
                 passes = [time_calls(problem, b, sizes, way)[20:] for _ in range(2)]  # the first ones load kernels
-            costs = sorted(first - second for first, second in zip(*passes, strict=True))
-            low, middle, high = statistics.quantiles(costs, n=4)
-            late, later = costs[int(0.9 * len(costs))], statistics.median(passes[1])
-            print(f"{family:<8}{name:<16}{middle:>10.1f}{low:>10.1f}{high:>8.1f}{late:>8.1f}{later:>12.1f}", flush=True)
-            rows.append({"family": family, "call": name, "size": size, "m": sizes[20:], "us": passes})
+            served = backends_of(problem, b, name, sizes[20:])
+            for backend in sorted(set(served)):
+                pairs = [pair for pair, by in zip(zip(*passes, strict=True), served, strict=True) if by == backend]
+                costs = sorted(first - second for first, second in pairs)
+                low, middle, high = statistics.quantiles(costs, n=4) if len(costs) > 1 else costs * 3
+                late, later = costs[int(0.9 * len(costs))], statistics.median(second for _, second in pairs)
+                print(
+                    f"{family:<8}{name:<16}{backend:<10}{len(pairs):>4}{middle:>10.1f}{low:>10.1f}{high:>8.1f}"
+                    f"{late:>8.1f}{later:>12.1f}", flush=True,
+                )  # fmt: skip
+            rows.append(
+                {"family": family, "call": name, "size": size, "m": sizes[20:], "us": passes, "backends": served}
+            )
     write_results("new-m", rows, target=current_target(device).to_dict(), arguments=vars(args))
 
 

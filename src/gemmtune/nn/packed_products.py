@@ -46,7 +46,7 @@ def multiply(input: Any, weight: PackedTensor, bias: Tensor | None = None) -> Te
     except TypeError:  # the weight's parts are fake tensors (Dynamo of torch 2.10 and 2.11)
         return _autocast(input, weight, bias, _op) if is_autocast_on(input.device.type) else _op(input, weight, bias)
     try:  # the key of ops.linear's cache: looking it up here saves that call
-        key = ("linear", input.shape, packed._key, bias is None, _threads(), torch.is_grad_enabled())
+        key = (input.shape, "linear", packed._key, bias is None, _threads(), torch.is_grad_enabled())
     except (AttributeError, RuntimeError):
         return _unpacked_linear(input, weight, bias)  # the input is no tensor: PyTorch raises its own error
     args = (input, packed) if bias is None else (input, packed, bias)
