@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from gemmtune.backends.aten import AtenBackend, is_fallback, padding, quantized
 from gemmtune.backends.aten.cpu_rules import scaled_mm_takes_rows
@@ -389,6 +391,31 @@ def test_padded_fp8_operands_have_equal_values() -> None:
     assert padded_a.dtype == E4M3
     assert padded_a[:3, :20].view(torch.uint8).equal(a.view(torch.uint8))
     assert padded_a.float().sum() == a.float().sum()
+
+
+@pytest.mark.parametrize("moved", ["", "a", "b", "a scale"])
+def test_fp8_operands_at_16_byte_boundaries_are_passed_on(moved: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operands that start off such a boundary are copied to one."""
+    passed: list[Tensor] = []
+
+    def multiply(*operands: Tensor, **_: Any) -> Tensor:
+        passed.extend(operands)
+        return operands[0].float() @ operands[1].float() * operands[2] * operands[3]
+
+    def placed(values: Tensor, name: str) -> Tensor:
+        storage = torch.empty(values.numel() + 32, dtype=values.dtype)
+        start = -storage.data_ptr() % 16 // values.itemsize + (1 if name == moved else 0)
+        return storage[start : start + values.numel()].view(values.shape).copy_(values)
+
+    monkeypatch.setattr(padding, "scaled_mm", multiply)
+    a, b = placed(torch.randn(3, 32).to(E4M3), "a"), placed(torch.randn(48, 32).to(E4M3), "b").t()
+    rows, columns = placed(torch.rand(3, 1), "a scale"), placed(torch.rand(1, 48), "scale of b")
+    product = scaled_product(a, b, rows, columns, None, torch.float32)
+    torch.testing.assert_close(product, (a.float() @ b.float()) * rows * columns)
+    assert not any(operand.data_ptr() % 16 for operand in passed)
+    addresses = [operand.data_ptr() for operand in passed]
+    same = [x == operand.data_ptr() for x, operand in zip(addresses, (a, b, rows, columns), strict=True)]
+    assert same == [moved != "a", moved != "b", moved != "a scale", True]
 
 
 @needs_rows

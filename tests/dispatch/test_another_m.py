@@ -221,6 +221,23 @@ def test_errors_of_another_m_are_those_of_the_op(packed: PackedWeight) -> None:
     torch.testing.assert_close(gemmtune.linear(wide, packed), wide @ WEIGHT.t())
 
 
+def test_what_serves_another_m_serves_no_other_scales(packed: PackedWeight) -> None:
+    """Keys have the shape of the activations, and of the scales their number only."""
+    a, b = rows(6).to(torch.float8_e4m3fn), WEIGHT.to(torch.float8_e4m3fn).t()
+
+    def multiply(scales: Tensor, x: Tensor = a) -> Tensor:
+        return gemmtune.scaled_mm(x, b, scales, COLUMN.view(1, N), out_dtype=torch.float32)
+
+    multiply(torch.rand(5, 1), rows(5).to(torch.float8_e4m3fn))
+    for scales in (torch.rand(6, 1), torch.rand(6, 2)[:, :1], torch.rand(6), torch.rand(1, 6)):
+        for _ in range(2):
+            expected = a.float() @ b.float() * scales.reshape(6, 1) * COLUMN
+            torch.testing.assert_close(multiply(scales), expected, rtol=1e-3, atol=1e-3)
+    for count in (5, 7):
+        with pytest.raises(ShapeError, match="scale_a"):
+            multiply(torch.rand(count, 1))
+
+
 def test_gradients_of_another_m(own_store: MemoryStore, described: list[str]) -> None:
     weight = torch.nn.Parameter(WEIGHT.clone())
     for m in (5, 6):
