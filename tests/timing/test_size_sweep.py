@@ -194,6 +194,28 @@ def test_budget_limits_the_rounds(monkeypatch: pytest.MonkeyPatch, budget_s: flo
     assert set(counts.values()) == {rounds}
 
 
+@pytest.mark.parametrize(
+    ("seconds", "expected"),
+    [
+        ({"aten": 0.2, "a": 0.15, "far": 0.4}, {"aten": 2, "a": 2, "far": 1}),
+        ({"aten": 0.2, "a": 0.15, "quick": 0.05}, {"aten": 3, "a": 2, "quick": 3}),  # not those of all kernels count
+    ],
+)
+def test_calibrations_of_slow_kernels_count_as_a_round(seconds: dict[str, float], expected: dict[str, int]) -> None:
+    clock, calls = FakeClock(0, noise=0.001), dict.fromkeys(seconds, 0)
+
+    def counted(entrant: Entrant) -> Entrant:
+        def run(i: int) -> None:
+            calls[entrant.id] += 1
+            entrant.run(i)
+
+        return replace(entrant, run=run)
+
+    times, _, _ = time_entrants(list(map(counted, make_entrants(clock, seconds))), clock, 0.0, 0)
+    assert calls == expected
+    assert times == pytest.approx(seconds, rel=0.01)
+
+
 @pytest.mark.parametrize("number", [1, 2, 4, 9])
 def test_entrant_that_raises_fails_alone(number: int) -> None:
     clock = FakeClock(0, noise=0.001)
