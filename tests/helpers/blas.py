@@ -137,10 +137,8 @@ class FakeBlas:
         ) = arguments
         if self.statuses and (status := self.statuses.pop(0)):
             return status
-        if not self._is_supported(algorithm, d_at):
-            return 15
-        if workspace_bytes < self._required_workspace(algorithm, d_at):
-            return 7
+        assert self._is_supported(algorithm, d_at)
+        assert workspace_bytes >= self._required_workspace(algorithm, d_at)
         description = self.descriptors[operation]
         assert (c, c_at) == (d, d_at)
         is_integer = description.arguments[1] == 10

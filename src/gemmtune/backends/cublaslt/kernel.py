@@ -20,11 +20,11 @@ from ..gpu.alignment import MISALIGNED_MASK, aligned_copy, batch_layouts, batche
 from ..gpu.any_batch import AnyBatch
 from ..gpu.kernel import alloc_workspace
 from ..gpu.rules import ALIGN
-from .library import REFUSALS, Algorithm, Call, Operation
+from .library import Algorithm, Call, Operation
 from .product import RANKS, WORKSPACE, Product, describe_product
 
 _MAX_LAUNCHES = 256  # that a kernel caches: of batched products one for each M
-_MAX_SIZES = 4096  # values of M for which a launch remembers another algorithm
+_MAX_SIZES = 4096  # values of M for which a launch remembers the algorithm
 
 # The address of an Algorithm, the bytes of workspace that it requires, and the Algorithm itself.
 _Choice = tuple[int, int, Algorithm]
@@ -110,13 +110,10 @@ class RankedKernel(AnyBatch, Kernel):
 
     def _make_launch(self, m: int, device: int, strides: tuple[int, int], misaligned: Callable[..., None]) -> Launch:
         product = describe_product(self.problem, m, strides)
-        thread_call, stream_of, attributes = (
-            _ThreadCall(product, device, self._own),
-            torch_compat.stream_of,
-            product.pointers,
-        )
-        row_elements, own = self.problem.columns * self.problem.batch, self._choice
-        others: dict[int, _Choice] = {}  # by M, where cuBLASLt refuses the kernel's own
+        thread_call = _ThreadCall(product, device, self._own)
+        stream_of, attributes = torch_compat.stream_of, product.pointers
+        row_elements = self.problem.columns * self.problem.batch
+        choices: dict[int, _Choice] = {}  # by M
 
         def launch(out: Tensor, a: Tensor, b: Tensor, *aux: Tensor) -> None:
             call, set_pointer, run = thread_call.parts
@@ -136,23 +133,26 @@ class RankedKernel(AnyBatch, Kernel):
                     require_kernel_operands(tensor)
                 set_pointer(attribute, address)
             stream = stream_of(device)
-            algorithm, workspace, _ = others.get(m, own)
+            choice = choices.get(m)
+            if choice is None:
+                if len(choices) >= _MAX_SIZES:
+                    choices.clear()
+                choice = choices[m] = self._choice_for(call)
+            algorithm, workspace, _ = choice
             workspace_tensor = alloc_workspace(workspace) if workspace else None  # kept alive until the launch
             scratch = 0 if workspace_tensor is None else workspace_tensor.data_ptr()
             status = run(algorithm, b_ptr, a_ptr, d_ptr, scratch, workspace, stream)
-            if status in REFUSALS and m not in others:
-                if len(others) >= _MAX_SIZES:
-                    others.clear()
-                others[m] = self._choice_for(call)
-                launch(out, a, b, *aux)
-            elif status:
+            if status:
                 call.retry_or_raise(status, lambda: run(algorithm, b_ptr, a_ptr, d_ptr, scratch, workspace, stream))
 
         return launch
 
     def _choice_for(self, call: Call) -> _Choice:
         """Return the kernel's algorithm, with the workspace that it requires for the Call's M; the first that is ranked
-        for that M where it is not supported. Raises UnsupportedError where there is none."""
+        for that M where it is not supported. Raises UnsupportedError where there is none.
+
+        cublasLtMatmul does not refuse to run with less workspace than that (docs/notes/cublaslt.md).
+        """
         algorithm = self._choice[2]
         workspace = call.required_workspace(algorithm)
         if workspace is not None and workspace <= WORKSPACE:

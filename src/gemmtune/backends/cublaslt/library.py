@@ -23,9 +23,6 @@ _WORKSPACE, _REDUCTIONS, _ALIGNMENT_A = 1, 3, 5  # CUBLASLT_MATMUL_PREF_*; B, C 
 # With this scheme the partial sums of a split-K product are not rounded before they are added.
 _REDUCE_IN_COMPUTE_TYPE = 2  # CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE
 _NO_CONTEXT, _NOT_SUPPORTED = 1, 15  # CUBLAS_STATUS_*
-# What cublasLtMatmul returns, before it starts anything, where the algorithm is not for this product, or needs more
-# workspace than it was given (CUBLAS_STATUS_INVALID_VALUE, _NOT_SUPPORTED).
-REFUSALS = (7, _NOT_SUPPORTED)
 _STATUS = {
     1: "not initialized", 3: "out of memory", 7: "invalid value", 8: "not for this GPU", 11: "memory mapping failed",
     13: "execution failed", 14: "internal error", 15: "not supported", 16: "licence",

@@ -59,16 +59,9 @@ class _FittableKernel(TmaKernel):
     def _by_copy(self, values_of: Callable[[LoadedCubin], Any], device: int) -> Callable[[int], Any] | None:
         if not self._cubins:
             return None
-        tiles, cubins, of_copies = self._tiles_on(device), self._cubins, dict[Copy, Callable[[int], Any]]()
-
-        def values_by_copy(m: int) -> Any:
-            copy = tiles.copy_at(m)
-            values = of_copies.get(copy)
-            if values is None:
-                values = of_copies[copy] = values_of(cubins[copy])
-            return values(m)
-
-        return values_by_copy
+        copy_at = self._tiles_on(device).copy_at
+        of_copies = {copy: values_of(cubin) for copy, cubin in self._cubins.items()}
+        return lambda m: of_copies[copy_at(m)](m)
 
 
 class Mixed(_FittableKernel):
