@@ -91,10 +91,25 @@ def measure(way: str, arguments: argparse.Namespace) -> list[list[float]]:
         start = time.perf_counter()
         for length in (17, 33, 40, 50, 60):
             model(tokens(length))
-        print(f"{way}: compiled in {time.perf_counter() - start:.1f} s", flush=True)
+        compiled_s, used = time.perf_counter() - start, other_memory(device)
         gc.disable()
         lengths = random.Random(5).sample(range(70, last + 1), arguments.count)
-        return [[milliseconds(model, x) for _ in range(3)] for x in map(tokens, lengths)]
+        times = [[milliseconds(model, x) for _ in range(3)] for x in map(tokens, lengths)]
+        used_later = other_memory(device)
+        print(
+            f"{way}: compiled in {compiled_s:.1f} s; {used:.0f} MB of code and contexts, {used_later:.0f} MB at the end"
+        )
+        return times
+
+
+def other_memory(device: torch.device) -> float:
+    """Return the megabytes of a GPU's memory that are in use, without those of PyTorch's allocator: contexts and the
+    code of kernels, of other processes too."""
+    if device.type != "cuda":
+        return 0.0
+    torch.cuda.synchronize()
+    free, total = torch.cuda.mem_get_info(device)
+    return (total - free - torch.cuda.memory_reserved(device)) / 2**20
 
 
 def main() -> None:

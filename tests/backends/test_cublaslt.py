@@ -13,7 +13,7 @@ import torch
 
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, choice, library
-from gemmtune.backends.cublaslt.choice import chosen_algorithm
+from gemmtune.backends.cublaslt.choice import chosen_algorithm, load_chosen
 from gemmtune.backends.cublaslt.product import describe_product
 from gemmtune.backends.gpu import any_batch
 from gemmtune.core.candidate import Candidate
@@ -226,6 +226,31 @@ def test_no_algorithm_is_chosen_without_the_library(monkeypatch: pytest.MonkeyPa
     choice._call_of.cache_clear()
     monkeypatch.setattr(library, "library", missing)
     assert chosen_algorithm(PROBLEMS["bf16"], 16) == ""
+
+
+def test_kernels_that_cublas_chooses_are_loaded_once(blas: FakeBlas) -> None:
+    """The fake library's first algorithm for an M differs from that for another M. One product of 16 rows runs each."""
+    choice._call_of.cache_clear()
+    choice._LOADED.clear()
+    problem, b = PROBLEMS["bf16"], torch.randn(24, 40).bfloat16().t()
+    assert load_chosen(problem, [8, 17, 17, 800], b) == 3
+    assert len(blas.launches) == 3
+    assert {size for _, size in blas.workspaces} == {32 << 20}
+    assert load_chosen(problem.with_m(3), [5], b) == 0
+    assert len(blas.launches) == 3
+    other = build(7, 16, 40, "bf16")
+    blas.single_m_algorithms = {0}  # no algorithm supports 16 rows but that for them
+    assert load_chosen(other, [16, 5, 6], torch.randn(16, 40).bfloat16().t()) == 3
+    assert len(blas.launches) == 4
+    assert load_chosen(build(7, 24, 40, "int4wo"), [5], b) == 0
+
+
+def test_no_kernels_are_loaded_where_the_library_has_none(blas: FakeBlas) -> None:
+    choice._call_of.cache_clear()
+    choice._LOADED.clear()
+    blas.count = 0
+    assert load_chosen(PROBLEMS["bf16"], [5, 6], torch.randn(24, 40).bfloat16().t()) == 0
+    assert not blas.launches
 
 
 # --- launching ------------------------------------------------------------------------------------------------------

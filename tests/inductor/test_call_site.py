@@ -137,6 +137,28 @@ def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
     assert [(p.m, p.epilogue) for p in asked] == [(4, problem.epilogue), *prepared, (3, problem.epilogue)]
 
 
+@pytest.mark.parametrize(("is_dynamic", "epilogue"), [(True, ()), (False, ()), (True, (Step("relu"),))])
+def test_first_call_of_a_graph_for_all_m_loads_the_librarys_kernels(
+    is_dynamic: bool, epilogue: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for the M that PyTorch's op serves by the plan, where that op is a product alone."""
+    register()
+    problem = replace(linear_problem(8, 20, 12, "float32"), epilogue=epilogue)
+    own_store.put_plan(current_target(), plan_of_toys(problem))
+    RUNTIME.refresh(own_store)
+    loaded: list[tuple[str, list[int]]] = []
+    monkeypatch.setattr(
+        "gemmtune.inductor.call_site.load_chosen",
+        lambda problem, sizes, b: loaded.append((problem.plan_key, list(sizes))),
+    )
+    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    monkeypatch.setattr("gemmtune.dispatch.plan_kernels.PlanKernels.is_plain", lambda plan, interval: interval == 1)
+    site = CallSite(GraphCall(problem, "linear", (20,)).to_json(), is_dynamic=is_dynamic)
+    for m in (5, 6):
+        site(torch.randn(m, 12), torch.randn(20, 12), out=torch.empty(m, 20))
+    assert loaded == ([(problem.plan_key, list(range(8, 15)))] if is_dynamic and not epilogue else [])
+
+
 def test_a_kernel_binds_dense_operands_with_another_m_by_m_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = replace(linear_problem(8, 20, 12, "float32"), epilogue=(Step("add", "full", "float32"),))
     kernel, bound = ToyKernel(problem, toy()), []

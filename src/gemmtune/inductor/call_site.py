@@ -18,6 +18,7 @@ from torch import Tensor
 from ..backends.aten.norm import normalize_rows_by_kernel
 from ..backends.aten.steps import apply_steps, dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel, Launch
+from ..backends.cublaslt.choice import load_chosen
 from ..backends.triton.pointwise import pointwise_of
 from ..core import devices
 from ..core.call import Call
@@ -77,7 +78,7 @@ class CallSite:
         self._generation = -1
         simpler = self.call.simpler
         self._simpler = None if simpler is None else CallSite(simpler.to_json(), is_dynamic=is_dynamic, shared=self)
-        self._is_dynamic, self._simpler_is_prepared = is_dynamic, False
+        self._is_dynamic, self._simpler_is_prepared, self._library_is_prepared = is_dynamic, False, False
 
     def __call__(self, a: Tensor, *operands: Tensor, out: Tensor) -> None:
         """Compute the product into ``out`` [M, N] (batched: [batch, M, N]), a dense tensor.
@@ -174,6 +175,8 @@ class CallSite:
             if self._simpler is not None and self._is_dynamic and not self._simpler_is_prepared:
                 self._simpler_is_prepared = True
                 self._prepare_simpler(self._simpler, out, a, weights, aux)
+            if self._is_dynamic and not self._library_is_prepared:
+                self._prepare_library(a, weights)
         return run
 
     def _serving(self, a: Tensor) -> CallSite:
@@ -197,6 +200,14 @@ class CallSite:
         if plan is not None and plan.last > (0 if own is None else own.last):
             with contextlib.suppress(torch.OutOfMemoryError):  # there may be memory when ``simpler`` serves
                 self._run_simpler(simpler)(torch.empty_like(out), a, weights, aux)
+
+    def _prepare_library(self, a: Tensor, weights: Sequence[Tensor]) -> None:
+        """Have cuBLAS load the kernels that it chooses for the M that PyTorch's own op serves by the plan. Otherwise
+        the first call with such an M waits for it."""
+        plan = self._plans.get(None)
+        if plan is not None and self._is_mm and a.is_cuda:
+            self._library_is_prepared = True
+            load_chosen(self.call.problem, plan.plain_sizes(), self._raw(weights))
 
     def _run_simpler(self, simpler: CallSite) -> Run:
         """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate

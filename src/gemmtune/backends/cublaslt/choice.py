@@ -6,17 +6,25 @@ changes at exactly the M at which PyTorch's op runs another kernel (``benchmarks
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import functools
 import threading
+from collections.abc import Iterable
 
 import torch
+from torch import Tensor
 
+from ...core import torch_compat
 from ...core.errors import KernelError, UnsupportedError
 from ...core.problem import Problem
 from ..gpu.rules import ALIGN
 from . import library
-from .library import Call, Operation
+from .library import Algorithm, Call, Operation
 from .product import WORKSPACE, describe_product, why_unsupported
+
+_FEW_ROWS = 16
+_LOADED: set[tuple[int | None, str]] = set()  # the devices and the Problems' plan keys of ``load_chosen``
 
 
 def chosen_algorithm(problem: Problem, m: int) -> str:
@@ -30,11 +38,62 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
         call = _call_of(problem, torch.cuda.current_device(), threading.get_ident())
         if call is None:
             return ""
-        call.set_m(m)
-        (best,) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
+        return _name_of(_chosen(call, m))
     except (KernelError, UnsupportedError):
         return ""
-    return "-".join(f"{word:x}" for word in best.algorithm.data)
+
+
+def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
+    """Have cuBLAS load the kernels that it chooses for a Problem at some M, whose own M does not count, by products of
+    few rows of uninitialized memory with ``b``, its B. Return the number of algorithms; 0 where cuBLASLt does not
+    support the product, and where this process has loaded those of the Problem before.
+
+    cuBLAS loads a kernel when a product first needs it, for which that call waits: 2 to 3 ms beside an H200, and it has
+    some 60 for bf16 1024x1024 (``benchmarks/new_m.py``, new-m-20261130-122133).
+    """
+    device, key = b.device, (b.device.index, problem.plan_key)
+    if key in _LOADED:
+        return 0
+    _LOADED.add(key)
+    try:
+        library.library()
+        call = _call_of(problem, device.index, threading.get_ident())
+    except (KernelError, UnsupportedError):
+        return 0
+    if call is None:
+        return 0
+    chosen: dict[str, Algorithm] = {}
+    for m in sizes:
+        with contextlib.suppress(KernelError, UnsupportedError):  # PyTorch's op will say so
+            algorithm = _chosen(call, m)
+            chosen[_name_of(algorithm)] = algorithm
+    with torch.cuda.device(device):
+        a = torch.empty(_FEW_ROWS, problem.k, dtype=getattr(torch, problem.a.dtype), device=device)
+        out = torch.empty(_FEW_ROWS, problem.n, dtype=getattr(torch, problem.out_dtype), device=device)
+        scratch = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
+        addresses, stream = (
+            (b.data_ptr(), a.data_ptr(), out.data_ptr(), scratch.data_ptr()),
+            torch_compat.stream_of(device.index),
+        )
+        call.set_m(_FEW_ROWS)
+        run = call.bind_run()
+        for algorithm in chosen.values():
+            workspace = call.required_workspace(algorithm)
+            if workspace is not None and workspace <= WORKSPACE:
+                run(ctypes.addressof(algorithm), *addresses, WORKSPACE, stream)
+    return len(chosen)
+
+
+def _chosen(call: Call, m: int) -> Algorithm:
+    """Return the algorithm that is ranked first for M. Raises UnsupportedError where there is none."""
+    call.set_m(m)
+    (best,) = call.ranked_algorithms(1, WORKSPACE, ALIGN)
+    algorithm: Algorithm = best.algorithm
+    return algorithm
+
+
+def _name_of(algorithm: Algorithm) -> str:
+    return "-".join(f"{word:x}" for word in algorithm.data)
 
 
 @functools.lru_cache(maxsize=2)

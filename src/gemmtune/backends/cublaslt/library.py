@@ -134,6 +134,15 @@ def _layout_of(matrix: Matrix) -> _LibraryObject:
     return layout
 
 
+def _preference_of(workspace: int, alignment: int) -> _LibraryObject:
+    preference = _LibraryObject("MatmulPreference")
+    preference.set(_WORKSPACE, ctypes.c_uint64(workspace))
+    preference.set(_REDUCTIONS, ctypes.c_uint32(_REDUCE_IN_COMPUTE_TYPE))
+    for operand in range(4):
+        preference.set(_ALIGNMENT_A + operand, ctypes.c_uint32(alignment))
+    return preference
+
+
 class Operation:
     """The cuBLASLt descriptor of what a product computes, for products of any sizes. Two threads must not use one at
     the same time, since it stores the addresses of a bias and scales."""
@@ -176,6 +185,7 @@ class Call:
         layouts = {name: _layout_of(getattr(product, name)) for name in ("a", "b", "d")}
         one = (ctypes.c_int32 if product.scale == TYPES["int32"] else ctypes.c_float)(1)
         self._layouts, self._alpha_beta = layouts, (one, type(one)(0))
+        self._preferences: dict[tuple[int, int], _LibraryObject] = {}  # by workspace and alignment
         a, b, d = (layout.pointer for layout in layouts.values())
         self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
         # What depends on M: the value, that for one row, and a function that sets the attribute to the value.
@@ -199,11 +209,10 @@ class Call:
         They need at most ``workspace`` bytes of workspace, take operands at multiples of ``alignment`` bytes, and add
         the partial sums of a split-K product in float32. Raises UnsupportedError where there are none.
         """
-        preference = _LibraryObject("MatmulPreference")
-        preference.set(_WORKSPACE, ctypes.c_uint64(workspace))
-        preference.set(_REDUCTIONS, ctypes.c_uint32(_REDUCE_IN_COMPUTE_TYPE))
-        for operand in range(4):
-            preference.set(_ALIGNMENT_A + operand, ctypes.c_uint32(alignment))
+        key = workspace, alignment
+        preference = self._preferences.get(key)
+        if preference is None:
+            preference = self._preferences[key] = _preference_of(workspace, alignment)
         results, returned = (Ranked * count)(), ctypes.c_int()
 
         def ask() -> int:
