@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 from hypothesis import given
@@ -50,3 +51,14 @@ def test_a_packed_weight_is_served_by_the_kernel_with_the_least_upper_bound() ->
     assert plan.pick(4).candidate == FOR_1
     assert plan.pick(100).candidate == FOR_256
     assert [entry.m for entry in plan.ranked(100)] == [256, 1]
+
+
+def test_plain_sizes_are_those_of_intervals_that_the_plain_op_serves() -> None:
+    """They are close together where a library changes its kernel often."""
+    served, plain = PlanEntry(8, FOR_1), PlanEntry(8, None)
+    intervals = (Interval(3, 6, plain), Interval(7, 99, served), Interval(100, 8192, plain))
+    sizes = Plan("key", None, (), intervals).plain_sizes()
+    assert sizes[:6] == [3, 4, 5, 6, 100, 101]
+    assert all(below < above <= below * 65 / 64 + 1 for below, above in itertools.pairwise(sizes[4:]))
+    assert 8192 * 64 / 65 < sizes[-1] <= 8192
+    assert Plan("key", None, (), intervals[1:2]).plain_sizes() == []

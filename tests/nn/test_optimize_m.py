@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 import gemmtune
-from gemmtune.dispatch import RUNTIME
+from gemmtune.dispatch import RUNTIME, PlanEntry, current_target
 from gemmtune.store import MemoryStore
 from helpers.plans import SimulatedKernel, planted_plan
-from helpers.serving import TOY_RUNS, toy
+from helpers.serving import TOY_RUNS, plan_of_toys, register, toy
 from helpers.tuned_models import Mlp, prepare_model
 
 optimize_module: Any = importlib.import_module("gemmtune.nn.optimize")
@@ -118,3 +119,26 @@ def test_kernels_of_plans_are_preloaded_on_a_gpu(
     assert len(handle.swapped) == 2
     expected = [(8, "toy:other"), (16, "toy:other")] if has_plan and not is_host else []
     assert sorted(loaded) == expected
+
+
+@pytest.mark.parametrize(("device", "bias"), [("cuda", False), ("cuda", True), ("cpu", False)])
+def test_the_librarys_kernels_of_raw_weights_are_loaded_on_a_gpu(
+    device: str, bias: bool, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those for the M that PyTorch's op serves by the plan; here all M of one of its intervals."""
+    register()
+    layer = nn.Linear(8, 16, bias=bias)
+    problem = gemmtune.ops.linear.describe(torch.randn(3, 8), layer.weight, layer.bias, constant=True).problem
+    own_store.put_plan(current_target(), plan_of_toys(problem))
+    RUNTIME.refresh(own_store)
+    plan = RUNTIME.index().plan(problem.plan_key, None)
+    assert plan is not None
+    plain = plan._replace(intervals=tuple(i._replace(entry=PlanEntry(i.first, None)) for i in plan.intervals[:1]))
+    index = SimpleNamespace(plan=lambda key, packing: plain if (key, packing) == (problem.plan_key, None) else None)
+    monkeypatch.setattr(RUNTIME, "index", lambda device: index)
+    loaded: list[tuple[list[int], tuple[int, ...]]] = []
+    monkeypatch.setattr(optimize_module, "load_chosen", lambda p, sizes, b: loaded.append((sizes, tuple(b.shape))))
+    site = SimpleNamespace(device=torch.device(device), weight=layer.weight, transposed=False)
+    optimize_module._load_library_kernels(problem, site)  # type: ignore[arg-type]
+    first, last, _ = plain.intervals[0]
+    assert loaded == ([(list(range(first, last + 1)), (8, 16))] if device == "cuda" and not bias else [])

@@ -244,6 +244,11 @@ class Problem:
         return replace(self, m=m)
 
     @property
+    def is_mm_alone(self) -> bool:
+        """Whether ``torch.mm`` computes it, with nothing before or after."""
+        return self.family == "mm" and self.out_dtype == self.a.dtype and not self.epilogue
+
+    @property
     def norm(self) -> Step | None:
         """The step that normalises A's rows before the product; None where there is none."""
         return norm_of(self.epilogue)

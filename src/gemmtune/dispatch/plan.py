@@ -104,6 +104,17 @@ class Plan(NamedTuple):
         """Whether M was measured, or lies in an interval."""
         return self._interval(m) is not None or self._entry(m) is not None
 
+    def plain_sizes(self) -> list[int]:
+        """Return M that the plain op serves by intervals: the first of each such interval, and later ones that are 1.5%
+        apart (below 64 all of them)."""
+        sizes = []
+        for first, last, entry in self.intervals:
+            m = first if entry.candidate is None else last + 1
+            while m <= last:
+                sizes.append(m)
+                m += max(1, m // 64)
+        return sizes
+
     def _interval(self, m: int) -> PlanEntry | None:
         index = bisect_right(self.intervals, m, key=_SIZE) - 1
         return self.intervals[index].entry if index >= 0 and m <= self.intervals[index].last else None

@@ -34,15 +34,8 @@ class PlanKernels:
         return self._plan.intervals[interval].entry.candidate is None
 
     def plain_sizes(self) -> list[int]:
-        """Return sizes that plain PyTorch serves by the Plan: the first of each such interval, and later ones that are
-        1.5% apart (below 64 all of them)."""
-        sizes = []
-        for interval, (first, last) in enumerate(zip(self.firsts, self.lasts, strict=True)):
-            size = first if self.is_plain(interval) else last + 1
-            while size <= last:
-                sizes.append(size)
-                size += max(1, size // 64)
-        return sizes
+        """Return ``Plan.plain_sizes``."""
+        return self._plan.plain_sizes()
 
     def load_intervals(self, load: Callable[[Candidate, Problem], Kernel | None]) -> None:
         """Load the kernels that serve the Plan's intervals. load: as for the class; kernels for which it returns None

@@ -205,7 +205,7 @@ class CallSite:
         """Have cuBLAS load the kernels that it chooses for the M that PyTorch's own op serves by the plan. Otherwise
         the first call with such an M waits for it."""
         plan = self._plans.get(None)
-        if plan is not None and self._is_mm and a.is_cuda:
+        if plan is not None and self.call.problem.is_mm_alone and a.is_cuda:
             self._library_is_prepared = True
             load_chosen(self.call.problem, plan.plain_sizes(), self._raw(weights))
 
@@ -293,7 +293,7 @@ class CallSite:
         self._bind_plan(None, a, raw, aux)
         if kernel is None:
             plain = self._plain(a, weights, aux)
-            if self._is_mm:
+            if self.call.problem.is_mm_alone:
                 self._remember_interval(None, None, a, aux, None, plain)
             return plain
         launch = self._bound(kernel, a, raw, aux)
@@ -430,15 +430,9 @@ class CallSite:
 
         return guarded
 
-    @property
-    def _is_mm(self) -> bool:
-        """Whether ``torch.mm`` alone computes the product."""
-        problem = self.call.problem
-        return problem.out_dtype == problem.a.dtype and problem.family == "mm" and not problem.epilogue
-
     def _plain(self, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> Run:
-        """Return a function by PyTorch's own functions, of any M where that is ``_is_mm``."""
-        if self._is_mm:
+        """Return a function by PyTorch's own functions, of any M where that is ``torch.mm`` alone."""
+        if self.call.problem.is_mm_alone:
 
             def multiply(out: Tensor, a: Tensor, weights: Sequence[Tensor], aux: Sequence[Tensor]) -> None:
                 torch.mm(a, self._raw(weights), out=out)

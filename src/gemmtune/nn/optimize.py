@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
+from ..backends.cublaslt.choice import load_chosen
 from ..core import devices
 from ..core.devices import is_host, is_served
 from ..core.errors import PackedWeightError
@@ -35,6 +36,7 @@ from .whole_model import fits_in_memory
 if TYPE_CHECKING:
     from ..core.decision import Decision
     from ..core.events import Progress
+    from ..core.problem import Problem
     from ..store.base import Store
     from ..tuning.config_keys import ConfigKey
     from ..tuning.sizes import Sizes
@@ -145,15 +147,24 @@ def _require_valid(
 
 
 def _preload_plans(handle: Handle) -> None:
-    """Load the kernels of each served weight's plan for a range of M: on a GPU, a CUDA graph that is captured at an M
-    can only have kernels that are loaded."""
+    """Load the kernels of each served weight's plan for a range of M, and cuBLAS's where PyTorch serves: on a GPU, a
+    CUDA graph that is captured at an M can only have kernels that are loaded."""
     for change in handle.changes:
         device, layout = change.site.device, None if change.layout == "raw" else change.layout
         problem = next(iter(change.site.ran))
         if not is_host(device.type) and RUNTIME.index(device).tuned_plan(problem.plan_key) is not None:
             RUNTIME.preload(problem, layout, device)
+            if layout is None:
+                _load_library_kernels(problem, change.site)
             if isinstance(change, PackedParameter) and change.keeps_raw:
                 RUNTIME.preload(problem, None, device)
+
+
+def _load_library_kernels(problem: Problem, site: Site) -> None:
+    """Have cuBLAS load the kernels that it chooses for the M that PyTorch's own op serves by the weight's plan."""
+    plan, weight = RUNTIME.index(site.device).plan(problem.plan_key, None), site.weight
+    if plan is not None and problem.is_mm_alone and site.device.type == "cuda":
+        load_chosen(problem, plan.plain_sizes(), weight if site.transposed else weight.t())
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:
