@@ -15,7 +15,7 @@ from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
 from gemmtune.core.tuned_plan import PlanInterval
 from gemmtune.core.workloads import linear_problem
-from gemmtune.dispatch.runtime import RUNTIME, Choice, current_target
+from gemmtune.dispatch.runtime import RUNTIME, Choice, current_target, policy
 from gemmtune.inductor.call_site import CallSite, write_result
 from gemmtune.inductor.graph_call import GraphCall
 from gemmtune.store import MemoryStore
@@ -135,6 +135,23 @@ def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
         torch.testing.assert_close(out, expected.bfloat16())
     prepared = [(4, problem.without_norm().epilogue)] if is_dynamic and last > 64 else []
     assert [(p.m, p.epilogue) for p in asked] == [(4, problem.epilogue), *prepared, (3, problem.epilogue)]
+
+
+def test_policy_on_miss_tunes_each_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    register()
+    problem = linear_problem(8, 20, 12, "float32")
+    own_store.put_plan(current_target(), plan_of_toys(problem))
+    RUNTIME.refresh(own_store)
+    asked: list[int] = []
+    monkeypatch.setattr(RUNTIME, "_tune_missing", lambda problem, device: asked.append(problem.m))
+    site = CallSite(GraphCall(problem, "linear", (20,)).to_json())
+    with policy("on-miss"):
+        for m in (5, 6, 5, 7):
+            site(torch.randn(m, 12), torch.randn(20, 12), out=torch.empty(m, 20))
+    assert asked == [5, 6, 7]
+    for m in (5, 6, 7):  # one interval of the plan
+        site(torch.randn(m, 12), torch.randn(20, 12), out=torch.empty(m, 20))
+    assert len(site._interval_runs) == 1
 
 
 @pytest.mark.parametrize(("is_dynamic", "epilogue"), [(True, ()), (False, ()), (True, (Step("relu"),))])

@@ -216,6 +216,22 @@ def test_calibrations_of_slow_kernels_count_as_a_round(seconds: dict[str, float]
     assert times == pytest.approx(seconds, rel=0.01)
 
 
+def test_a_slow_first_call_does_not_count() -> None:
+    """As that of a kernel that is compiled in its first call."""
+    clock, calls = FakeClock(0, noise=0.001), [0.26, 0.2]
+    kernels = [clock.kernel(seconds) for seconds in calls]
+    entrants = make_entrants(clock, {"aten": 0.2, "a": 0.19})
+    compiled = replace(entrants[1], run=lambda i: (kernels.pop(0) if len(kernels) > 1 else kernels[0])(i))
+    times, _, _ = time_entrants([entrants[0], compiled], clock, 0.0, 0)
+    assert times == pytest.approx({"aten": 0.2, "a": 0.2}, rel=0.01)
+
+
+def test_calibrations_of_a_clock_that_calls_more_than_once_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeClock, "calibrates_once", False)
+    counts, _ = count_timings(monkeypatch, lambda clock: make_entrants(clock, {"aten": 0.2, "a": 0.15}), budget_s=0.0)
+    assert counts == {"aten": 2, "a": 2}
+
+
 @pytest.mark.parametrize("number", [1, 2, 4, 9])
 def test_entrant_that_raises_fails_alone(number: int) -> None:
     clock = FakeClock(0, noise=0.001)

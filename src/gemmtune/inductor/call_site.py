@@ -135,6 +135,8 @@ class CallSite:
         """Have ``run``, which serves ``a`` by a kernel of a layout's plan, or by PyTorch, serve all M of the interval
         that the M of ``a`` is in. launch: what it launches; None where it launches nothing itself."""
         plan, m = self._plans.get(layout), a.shape[0]
+        if RUNTIME.policy == "on-miss":  # which tunes each M
+            return
         is_first = (self._layouts or [None])[0] == layout  # other layouts serve where the first has no kernel
         if plan is None or not is_first or not self._is_dense(a, aux) or self._interval_plan not in (None, plan):
             return
@@ -389,6 +391,8 @@ class CallSite:
                 packed = None if forms.changes_often else self._pack(weights, layout, device)
                 if packed is None:
                     self._runs.clear()
+                    self._interval_plan = None
+                    self._interval_runs.clear()
                     self._plain(a, weights, aux)(out, a, weights, aux)
                     return
             if launch is None:

@@ -24,6 +24,7 @@ class FakeClock:
     """
 
     paired_timing_s = FLOOR_S
+    calibrates_once = True
 
     def __init__(
         self,

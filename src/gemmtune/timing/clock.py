@@ -28,9 +28,11 @@ class Clock(Protocol):
     are always cold.
 
     paired_timing_s: the least duration of one timing in a paired test, so that the device is as busy as in serving.
+    calibrates_once: whether ``calls_for`` calls a callable once only if that takes 20 ms or longer.
     """
 
     paired_timing_s: float
+    calibrates_once: bool
 
     def now(self) -> float:
         """Return the seconds since a fixed moment; budgets are counted in them."""
@@ -74,6 +76,7 @@ class CpuClock:
     """
 
     paired_timing_s = FLOOR_S
+    calibrates_once = True
 
     def __init__(
         self,

@@ -35,8 +35,9 @@ _OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
 # than this multiple of the shortest calibration.
 _SLOW_S, _SLOW = 0.3, 8.0
 # A calibration that took this long was one call, of which what only a first call does is a small part: it counts as a
-# timing. With M = 512, fp32 4096x11008 takes 0.45 s on one thread of an EPYC.
-_COUNTED_S = 0.1
+# timing, unless it took longer than the next by more than a share. With M = 512, fp32 4096x11008 takes 0.45 s on one
+# thread of an EPYC.
+_COUNTED_S, _FIRST_CALL = 0.1, 0.15
 
 
 class SizesTimed(msgspec.Struct, tag=True, forbid_unknown_fields=True):
@@ -133,7 +134,7 @@ def time_entrants(
         least_s = min(least_s, _calibrate(entry, clock, least_s, clock.paired_timing_s if load_s else _FLOOR_S))
     if load_s:
         _keep_busy(entries, clock, load_s)
-    round_ = _count_calibrations(entries)
+    first = round_ = _count_calibrations(entries)
     while round_ < _ROUNDS:
         active = [entry for entry in entries if entry.active]
         elapsed_s = clock.now() - started
@@ -145,6 +146,9 @@ def time_entrants(
         round_s = clock.now() - started - elapsed_s
         _drop_slow(entries, round_)
         round_ += 1
+    for entry in entries:
+        if first and set(entry.times) == {0, 1} and entry.times[0] > (1.0 + _FIRST_CALL) * entry.times[1]:
+            del entry.times[0]
     faults = {entry.id: Verdict("crashed", entry.reason) for entry in entries if entry.stage == "failed"}
     times, noise = _levelled([entry for entry in entries if entry.times and entry.stage != "failed"])
     return times, noise, faults
@@ -165,7 +169,7 @@ def _calibrate(entry: RaceEntry, clock: Clock, least_s: float, timing_s: float) 
     seconds = clock.now() - started
     if not entry.is_baseline and seconds > max(_SLOW_S, _SLOW * least_s):
         entry.drop("eliminated", "far behind in its first calls")
-    elif entry.calls == 1 and seconds >= _COUNTED_S:
+    elif clock.calibrates_once and entry.calls == 1 and seconds >= _COUNTED_S:
         entry.times[0] = seconds
     return seconds
 

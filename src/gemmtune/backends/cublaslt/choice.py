@@ -10,7 +10,7 @@ import contextlib
 import ctypes
 import functools
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -51,7 +51,8 @@ def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
     cuBLAS loads a kernel when a product first needs it, for which that call waits: 2 to 3 ms beside an H200, and it has
     some 60 for bf16 1024x1024 (``benchmarks/new_m.py``, new-m-20261130-122133).
     """
-    device, key = b.device, (b.device.index, problem.plan_key)
+    device = b.device
+    key = device.index, problem.plan_key
     if key in _LOADED:
         return 0
     _LOADED.add(key)
@@ -67,21 +68,24 @@ def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
         with contextlib.suppress(KernelError, UnsupportedError):  # PyTorch's op will say so
             algorithm = _chosen(call, m)
             chosen[_name_of(algorithm)] = algorithm
-    with torch.cuda.device(device):
-        a = torch.empty(_FEW_ROWS, problem.k, dtype=getattr(torch, problem.a.dtype), device=device)
-        out = torch.empty(_FEW_ROWS, problem.n, dtype=getattr(torch, problem.out_dtype), device=device)
-        scratch = torch.empty(WORKSPACE, dtype=torch.uint8, device=device)
-        addresses, stream = (
-            (b.data_ptr(), a.data_ptr(), out.data_ptr(), scratch.data_ptr()),
-            torch_compat.stream_of(device.index),
-        )
-        call.set_m(_FEW_ROWS)
-        run = call.bind_run()
-        for algorithm in chosen.values():
-            workspace = call.required_workspace(algorithm)
-            if workspace is not None and workspace <= WORKSPACE:
-                run(ctypes.addressof(algorithm), *addresses, WORKSPACE, stream)
+    with torch.cuda.device(device), contextlib.suppress(torch.OutOfMemoryError):
+        _run_each(call, list(chosen.values()), problem, b)
     return len(chosen)
+
+
+def _run_each(call: Call, algorithms: Sequence[Algorithm], problem: Problem, b: Tensor) -> None:
+    """Multiply a few rows of uninitialized memory by ``b`` with each algorithm that supports them. Raises
+    torch.OutOfMemoryError."""
+    a = torch.empty(_FEW_ROWS, problem.k, dtype=getattr(torch, problem.a.dtype), device=b.device)
+    out = torch.empty(_FEW_ROWS, problem.n, dtype=getattr(torch, problem.out_dtype), device=b.device)
+    scratch = torch.empty(WORKSPACE, dtype=torch.uint8, device=b.device)
+    addresses = b.data_ptr(), a.data_ptr(), out.data_ptr(), scratch.data_ptr()
+    stream, run = torch_compat.stream_of(b.device.index), call.bind_run()
+    call.set_m(_FEW_ROWS)
+    for algorithm in algorithms:
+        workspace = call.required_workspace(algorithm)
+        if workspace is not None and workspace <= WORKSPACE:
+            run(ctypes.addressof(algorithm), *addresses, WORKSPACE, stream)
 
 
 def _chosen(call: Call, m: int) -> Algorithm:
