@@ -242,7 +242,8 @@ def test_kernels_that_cublas_chooses_are_loaded_once(blas: FakeBlas) -> None:
     blas.single_m_algorithms = {0}  # no algorithm supports 16 rows but that for them
     assert load_chosen(other, [16, 5, 6], torch.randn(16, 40).bfloat16().t()) == 3
     assert len(blas.launches) == 4
-    assert load_chosen(build(7, 24, 40, "int4wo"), [5], b) == 0
+    with pytest.raises(ValueError, match="expected a product that torch.mm computes alone"):
+        load_chosen(PROBLEMS["bf16, a bias"], [5], b)
 
 
 def test_no_kernels_are_loaded_where_the_library_has_none(blas: FakeBlas) -> None:

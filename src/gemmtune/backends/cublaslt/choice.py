@@ -45,12 +45,15 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
 
 def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
     """Have cuBLAS load the kernels that it chooses for a Problem at some M, whose own M does not count, by products of
-    few rows of uninitialized memory with ``b``, its B. Return the number of algorithms; 0 where cuBLASLt does not
-    support the product, and where this process has loaded those of the Problem before.
+    few rows of uninitialized memory with ``b``, its B. Return the number of algorithms; 0 where there is no cuBLASLt,
+    and where this process has loaded those of the Problem before. Raises ValueError for a Problem that is not
+    ``is_mm_alone``: those products read tensors that are not given.
 
     cuBLAS loads a kernel when a product first needs it, for which that call waits: 2 to 3 ms beside an H200, and it has
     some 60 for bf16 1024x1024 (``benchmarks/new_m.py``, new-m-20261130-122133).
     """
+    if not problem.is_mm_alone:
+        raise ValueError(f"load_chosen(): expected a product that torch.mm computes alone; got {problem.key}")
     device = b.device
     key = device.index, problem.plan_key
     if key in _LOADED:
