@@ -13,7 +13,7 @@ import torch
 
 from gemmtune.backends.base import Artifact, Kernel
 from gemmtune.backends.cublaslt import CublasLtBackend, choice, library
-from gemmtune.backends.cublaslt.choice import chosen_algorithm, load_chosen
+from gemmtune.backends.cublaslt.choice import chosen_algorithm, load_chosen_kernels
 from gemmtune.backends.cublaslt.product import describe_product
 from gemmtune.backends.gpu import any_batch
 from gemmtune.core.candidate import Candidate
@@ -233,24 +233,24 @@ def test_kernels_that_cublas_chooses_are_loaded_once(blas: FakeBlas) -> None:
     choice._call_of.cache_clear()
     choice._LOADED.clear()
     problem, b = PROBLEMS["bf16"], torch.randn(24, 40).bfloat16().t()
-    assert load_chosen(problem, [8, 17, 17, 800], b) == 3
+    assert load_chosen_kernels(problem, [8, 17, 17, 800], b) == 3
     assert len(blas.launches) == 3
     assert {size for _, size in blas.workspaces} == {32 << 20}
-    assert load_chosen(problem.with_m(3), [5], b) == 0
+    assert load_chosen_kernels(problem.with_m(3), [5], b) == 0
     assert len(blas.launches) == 3
     other = build(7, 16, 40, "bf16")
     blas.single_m_algorithms = {0}  # no algorithm supports 16 rows but that for them
-    assert load_chosen(other, [16, 5, 6], torch.randn(16, 40).bfloat16().t()) == 3
+    assert load_chosen_kernels(other, [16, 5, 6], torch.randn(16, 40).bfloat16().t()) == 3
     assert len(blas.launches) == 4
     with pytest.raises(ValueError, match="expected a product that torch"):
-        load_chosen(PROBLEMS["bf16, a bias"], [5], b)
+        load_chosen_kernels(PROBLEMS["bf16, a bias"], [5], b)
 
 
 def test_no_kernels_are_loaded_where_the_library_has_none(blas: FakeBlas) -> None:
     choice._call_of.cache_clear()
     choice._LOADED.clear()
     blas.count = 0
-    assert load_chosen(PROBLEMS["bf16"], [5, 6], torch.randn(24, 40).bfloat16().t()) == 0
+    assert load_chosen_kernels(PROBLEMS["bf16"], [5, 6], torch.randn(24, 40).bfloat16().t()) == 0
     assert not blas.launches
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from gemmtune.backends import get
-from gemmtune.backends.cublaslt.choice import chosen_algorithm, load_chosen
+from gemmtune.backends.cublaslt.choice import chosen_algorithm, load_chosen_kernels
 from gemmtune.core.epilogue import Step
 from gemmtune.core.errors import UnsupportedError
 from gemmtune.core.problem import Problem
@@ -101,7 +101,7 @@ def test_products_that_an_algorithm_or_its_workspace_does_not_fit_are_correct(na
 def test_kernels_that_cublas_chooses_are_loaded_once() -> None:
     problem, b = build(64, 1104, 2080, "bf16"), torch.randn(1104, 2080, device="cuda").bfloat16().t()
     before = b.clone()
-    assert load_chosen(problem, range(1, 4000, 50), b) > 5
-    assert load_chosen(problem, range(1, 4000, 50), b) == 0
+    assert load_chosen_kernels(problem, range(1, 4000, 50), b) > 5
+    assert load_chosen_kernels(problem, range(1, 4000, 50), b) == 0
     torch.cuda.synchronize()
     assert torch.equal(b, before)

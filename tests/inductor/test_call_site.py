@@ -95,11 +95,17 @@ def test_norm_and_gate_of_more_rows_than_were_tuned_are_kernels_of_their_own(
     assert first.data_ptr() + first.nbytes == second.data_ptr()  # the call sites read one merged matrix
 
 
-def test_first_call_binds_the_kernels_of_all_intervals(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+def store_toys(store: MemoryStore, epilogue: tuple[Step, ...] = ()) -> Problem:
+    """Store a plan of toy kernels, and return its Problem: a linear layer of 12 columns into 20."""
     register()
-    problem = linear_problem(8, 20, 12, "float32")
-    own_store.put_plan(current_target(), plan_of_toys(problem))
-    RUNTIME.refresh(own_store)
+    problem = replace(linear_problem(8, 20, 12, "float32"), epilogue=epilogue)
+    store.put_plan(current_target(), plan_of_toys(problem))
+    RUNTIME.refresh(store)
+    return problem
+
+
+def test_first_call_binds_the_kernels_of_all_intervals(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = store_toys(own_store)
     bound: list[str] = []
 
     def bind_any_m(kernel: ToyKernel, a: torch.Tensor, b: torch.Tensor, aux: Sequence[torch.Tensor]) -> Any:
@@ -138,10 +144,7 @@ def test_first_call_of_a_graph_for_all_m_prepares_what_serves_more_rows(
 
 
 def test_policy_on_miss_tunes_each_m(own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    register()
-    problem = linear_problem(8, 20, 12, "float32")
-    own_store.put_plan(current_target(), plan_of_toys(problem))
-    RUNTIME.refresh(own_store)
+    problem = store_toys(own_store)
     asked: list[int] = []
     monkeypatch.setattr(RUNTIME, "_tune_missing", lambda problem, device: asked.append(problem.m))
     site = CallSite(GraphCall(problem, "linear", (20,)).to_json())
@@ -159,13 +162,10 @@ def test_first_call_of_a_graph_for_all_m_loads_the_librarys_kernels(
     is_dynamic: bool, epilogue: tuple[Step, ...], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Those for the M that PyTorch's op serves by the plan, where that op is a product alone."""
-    register()
-    problem = replace(linear_problem(8, 20, 12, "float32"), epilogue=epilogue)
-    own_store.put_plan(current_target(), plan_of_toys(problem))
-    RUNTIME.refresh(own_store)
+    problem = store_toys(own_store, epilogue)
     loaded: list[tuple[str, list[int]]] = []
     monkeypatch.setattr(
-        "gemmtune.inductor.call_site.load_chosen",
+        "gemmtune.inductor.call_site.load_chosen_kernels",
         lambda problem, sizes, b: loaded.append((problem.plan_key, list(sizes))),
     )
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)

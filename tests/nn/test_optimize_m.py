@@ -137,7 +137,9 @@ def test_the_librarys_kernels_of_raw_weights_are_loaded_on_a_gpu(
     index = SimpleNamespace(plan=lambda key, packing: plain if (key, packing) == (problem.plan_key, None) else None)
     monkeypatch.setattr(RUNTIME, "index", lambda device: index)
     loaded: list[tuple[list[int], tuple[int, ...]]] = []
-    monkeypatch.setattr(optimize_module, "load_chosen", lambda p, sizes, b: loaded.append((sizes, tuple(b.shape))))
+    monkeypatch.setattr(
+        optimize_module, "load_chosen_kernels", lambda p, sizes, b: loaded.append((sizes, tuple(b.shape)))
+    )
     site = SimpleNamespace(device=torch.device(device), weight=layer.weight, transposed=False)
     optimize_module._load_library_kernels(problem, site)  # type: ignore[arg-type]
     first, last, _ = plain.intervals[0]

@@ -2,7 +2,7 @@
 
 Most of the time of a first call goes into describing it, finding its Plan and checking its tensors, which gives the
 same for every M. A ``DescribedCall`` keeps that: a call that differs from the described one in M only needs no more
-than the Plan's kernel for its M, and a function that launches the kernel.
+than the function that serves the Plan's interval of its M, and an allocation of its output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class DescribedCall:
         self._of_intervals: dict[int, FunctionOfM] = {}
         self._functions: dict[Any, FunctionOfM | None] = {}
         self._firsts, self._lasts = ([], []) if kernels is None else (kernels.firsts, kernels.lasts)
-        self._k = call.problem.k
         self._aux = range(len(args) - has_out - len(call.aux), len(args) - has_out)
         axes = [step.axis for step in call.problem.epilogue if step.takes_tensor]
         # For each of the args: how many of its first dimensions depend on M.
@@ -95,7 +94,7 @@ class DescribedCall:
         beside an H200: so what most calls need is in this one (``benchmarks/new_m.py``).
         """
         a, has_out = args[0], self._has_out
-        m = a.numel() // self._k
+        m = a.numel() // self._problem.k
         if m < self._least_m or (has_out and args[-1].shape[:-1] != a.shape[:-1]):
             return None
         for position, size in self._rows:  # the tensors that depend on M have its sizes, and are dense
@@ -108,12 +107,12 @@ class DescribedCall:
         if interval >= 0 and m > self._lasts[interval]:
             interval = -1
         function = self._of_intervals.get(interval)
-        run = function(m, (*a.shape[:-1], self._columns)) if function is not None else self._chosen(m, interval, args)
+        run = function(m, (*a.shape[:-1], self._columns)) if function is not None else self._prepare(m, interval, args)
         return run if self._read_raw is None or run is None else self._read_raw(run)
 
-    def _chosen(self, m: int, interval: int, args: Sequence[Any]) -> FunctionalFn | None:
-        """Return the function that serves M by the Plan; None where the call has to be described. interval: that of the
-        Plan in which M is; -1 for none."""
+    def _prepare(self, m: int, interval: int, args: Sequence[Any]) -> FunctionalFn | None:
+        """Return the function that serves M by the Plan, and remember what serves its interval; None where the call has
+        to be described. interval: the number of the Plan's interval in which M is; -1 for none."""
         a, kernels = args[0], self._kernels
         loaded = kernel = None if kernels is None else kernels.loaded(m)
         if kernel is None:

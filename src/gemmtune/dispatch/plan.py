@@ -106,7 +106,7 @@ class Plan(NamedTuple):
 
     def plain_sizes(self) -> list[int]:
         """Return M that the plain op serves by intervals: the first of each such interval, and later ones that are 1.5%
-        apart (below 64 all of them)."""
+        apart (below 128 all of them)."""
         sizes = []
         for first, last, entry in self.intervals:
             m = first if entry.candidate is None else last + 1

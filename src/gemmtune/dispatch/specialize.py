@@ -189,11 +189,12 @@ def specialize_any_m(call: Call, args: Sequence[Any], kernel: Kernel, plain: Fun
 
     plain: computes args with any M where a launch is refused. Where tensors of aux depend on M, M is not 1.
     """
-    fallback, dtype, device = partial(_after_refusal, kernel, plain), dtype_of(call.problem.out_dtype), call.a.device
-    kind = devices.get(device.type)
+    fallback = partial(_after_refusal, kernel, plain)
     if bind_launch(kernel, call, args) is not None:
         launch = kernel.bind_any_m(call.a, call.b, call.aux)
         return None if launch is None else launch_functional_maker(launch, kernel, call, len(args), fallback)
+    dtype, device = dtype_of(call.problem.out_dtype), call.a.device
+    kind = devices.get(device.type)
     adapt = adapt_args(call, args, any_m=True)
     run = with_device_guard(kernel.functional if kernel.has_functional else kernel.run, kernel, device)
     is_current = not kind.needs_guard()

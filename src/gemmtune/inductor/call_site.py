@@ -18,7 +18,7 @@ from torch import Tensor
 from ..backends.aten.norm import normalize_rows_by_kernel
 from ..backends.aten.steps import apply_steps, dtype_of
 from ..backends.base import CAPTURE_FACTS, Kernel, Launch
-from ..backends.cublaslt.choice import load_chosen
+from ..backends.cublaslt.choice import load_chosen_kernels
 from ..backends.triton.pointwise import pointwise_of
 from ..core import devices
 from ..core.call import Call
@@ -104,17 +104,21 @@ class CallSite:
         """Return the function that serves the M of ``a``, and its batch, now. aux: the epilogue's tensors, one for each
         step."""
         if self._generation != RUNTIME.generation:
-            self._runs.clear()
+            self._forget_runs()
             self._layouts.clear()
             self._plans.clear()
             self._launches.clear()
-            self._interval_plan = None
-            self._interval_runs.clear()
             self._bound_layouts.clear()
             self._simpler_is_prepared = False
             self._generation = RUNTIME.generation
         run = self._runs.get(self._size_of(a))
         return run or self._run_of_interval(a, aux) or self._prepare(out, a, weights, aux)
+
+    def _forget_runs(self) -> None:
+        """Forget what serves each M, and each interval."""
+        self._runs.clear()
+        self._interval_runs.clear()
+        self._interval_plan = None
 
     def _run_of_interval(self, a: Tensor, aux: Sequence[Tensor]) -> Run | None:
         """Return what serves the interval of the plan that the M of ``a`` is in, and remember it for this M; None where
@@ -209,7 +213,7 @@ class CallSite:
         plan = self._plans.get(None)
         if plan is not None and self.call.problem.is_mm_alone and a.is_cuda:
             self._library_is_prepared = True
-            load_chosen(self.call.problem, plan.plain_sizes(), self._raw(weights))
+            load_chosen_kernels(self.call.problem, plan.plain_sizes(), self._raw(weights))
 
     def _run_simpler(self, simpler: CallSite) -> Run:
         """Return a function that has ``simpler`` multiply, with a kernel for the norm in front of it, or for the gate
@@ -390,9 +394,7 @@ class CallSite:
             if packed is None:
                 packed = None if forms.changes_often else self._pack(weights, layout, device)
                 if packed is None:
-                    self._runs.clear()
-                    self._interval_plan = None
-                    self._interval_runs.clear()
+                    self._forget_runs()
                     self._plain(a, weights, aux)(out, a, weights, aux)
                     return
             if launch is None:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor, nn
 
-from ..backends.cublaslt.choice import load_chosen
+from ..backends.cublaslt.choice import load_chosen_kernels
 from ..core import devices
 from ..core.devices import is_host, is_served
 from ..core.errors import PackedWeightError
@@ -164,7 +164,7 @@ def _load_library_kernels(problem: Problem, site: Site) -> None:
     """Have cuBLAS load the kernels that it chooses for the M that PyTorch's own op serves by the weight's plan."""
     plan, weight = RUNTIME.index(site.device).plan(problem.plan_key, None), site.weight
     if plan is not None and problem.is_mm_alone and site.device.type == "cuda":
-        load_chosen(problem, plan.plain_sizes(), weight if site.transposed else weight.t())
+        load_chosen_kernels(problem, plan.plain_sizes(), weight if site.transposed else weight.t())
 
 
 def _comparable(sites: Sequence[Site], latency: str) -> bool:

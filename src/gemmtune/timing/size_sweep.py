@@ -35,8 +35,8 @@ _OTHER_LAYOUT = 2.0  # the same for the fastest of all layouts
 # than this multiple of the shortest calibration.
 _SLOW_S, _SLOW = 0.3, 8.0
 # A calibration that took this long was one call, of which what only a first call does is a small part: it counts as a
-# timing, unless it took longer than the next by more than a share. With M = 512, fp32 4096x11008 takes 0.45 s on one
-# thread of an EPYC.
+# timing, unless it took longer than the next by more than a share. With M = 512, PyTorch's op takes 0.51 s for fp32
+# 4096x11008 on one thread of an EPYC (every-m-20261130-121236).
 _COUNTED_S, _FIRST_CALL = 0.1, 0.15
 
 

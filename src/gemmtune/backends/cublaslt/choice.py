@@ -24,7 +24,7 @@ from .library import Algorithm, Call, Operation
 from .product import WORKSPACE, describe_product, why_unsupported
 
 _FEW_ROWS = 16
-_LOADED: set[tuple[int | None, str]] = set()  # the devices and the Problems' plan keys of ``load_chosen``
+_LOADED: set[tuple[int | None, str]] = set()  # the devices and the Problems' plan keys of ``load_chosen_kernels``
 
 
 def chosen_algorithm(problem: Problem, m: int) -> str:
@@ -43,7 +43,7 @@ def chosen_algorithm(problem: Problem, m: int) -> str:
         return ""
 
 
-def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
+def load_chosen_kernels(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
     """Have cuBLAS load the kernels that it chooses for a Problem at some M, whose own M does not count, by products of
     few rows of uninitialized memory with ``b``, its B. Return the number of algorithms; 0 where there is no cuBLASLt,
     and where this process has loaded those of the Problem before. Raises ValueError for a Problem that is not
@@ -53,7 +53,7 @@ def load_chosen(problem: Problem, sizes: Iterable[int], b: Tensor) -> int:
     some 60 for bf16 1024x1024 (``benchmarks/new_m.py``, new-m-20261130-122133).
     """
     if not problem.is_mm_alone:
-        raise ValueError(f"load_chosen(): expected a product that torch.mm computes alone; got {problem.key}")
+        raise ValueError(f"load_chosen_kernels(): expected a product that torch.mm computes alone; got {problem.key}")
     device = b.device
     key = device.index, problem.plan_key
     if key in _LOADED:

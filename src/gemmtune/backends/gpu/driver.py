@@ -36,7 +36,7 @@ _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-MAX_TENSOR_MAPS = 2048  # of one TensorMaps; the memory of one is half a kilobyte
+MAX_TENSOR_MAPS = 2048  # of one TensorMaps, each of some 900 bytes
 _EARLY_BLOCKS = 8  # of a multiprocessor, at most: with more blocks it is faster to let the next kernel begin late
 
 
