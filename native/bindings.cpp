@@ -105,6 +105,7 @@ Config parse_config(const nb::dict& d) {
   c.zero_point = nb::cast<bool>(d["zero_point"]);
   c.zero_offset = nb::cast<float>(d["zero_offset"]);
   for (nb::handle h : nb::cast<nb::list>(d["steps"])) c.steps.push_back(parse_step(h));
+  c.gate = to_enum(read_int(d, "gate"), Gate::gelu_tanh, "the gate");
   return c;
 }
 

@@ -39,6 +39,14 @@ inline void load_row(const char* p, DType t, int64_t first, int n, float* dst) {
   }
 }
 
+// Load one row of an epilogue tensor, whose element for column 0 of the product is element `first` of `p`, for the columns of a tile.
+inline void load_columns(const EpilogueArgs& e, const char* p, DType t, int64_t first, float* dst) {
+  if (e.gate == Gate::none) return load_row(p, t, first + e.col0, e.cols, dst);
+  const int half = e.cols / 2;
+  load_row(p, t, first + e.col0, half, dst);
+  load_row(p, t, first + e.col0 + e.right, half, dst + half);
+}
+
 // Load one element of an integer epilogue tensor.
 inline int64_t load_integer(const char* p, DType t, int64_t i) {
   switch (t) {
@@ -75,8 +83,10 @@ inline void apply_exact_step(const EpilogueArgs& e, const Step& s, const Aux* au
     const int64_t first = s.axis == Axis::col ? e.col0
                           : s.axis == Axis::full ? e.batch * aux->batch_stride + (e.row0 + r) * aux->ld + e.col0
                           : s.axis == Axis::row ? e.row0 + r : 0;
+    const int half = e.gate == Gate::none ? n : n / 2;
     for (int i = 0; i < n; ++i) {
-      const int64_t t = load_integer(aux->data, s.dtype, first + (by_column ? i : 0));
+      const int64_t column = i < half ? i : i - half + e.right;
+      const int64_t t = load_integer(aux->data, s.dtype, first + (by_column ? column : 0));
       v[i] = s.kind == StepKind::mul ? saturating_mul(v[i], t) : v[i] + saturating_mul(t, s.int_value);
     }
   } else if (s.kind == StepKind::relu) {
@@ -125,8 +135,8 @@ inline void cast_row(float* x, int n, DType t) {
 inline const float* load_step_row(const EpilogueArgs& e, const Step& s, const Aux& aux, int r, float* buffer) {
   const int n = e.cols;
   switch (s.axis) {
-    case Axis::col: load_row(aux.data, s.dtype, e.col0, n, buffer); break;
-    case Axis::full: load_row(aux.data, s.dtype, e.batch * aux.batch_stride + (e.row0 + r) * aux.ld + e.col0, n, buffer); break;
+    case Axis::col: load_columns(e, aux.data, s.dtype, 0, buffer); break;
+    case Axis::full: load_columns(e, aux.data, s.dtype, e.batch * aux.batch_stride + (e.row0 + r) * aux.ld, buffer); break;
     default: {
       const float v = load_scalar(aux.data, s.dtype, s.axis == Axis::row ? e.row0 + r : 0);
       for (int i = 0; i < n; ++i) buffer[i] = v;
@@ -260,6 +270,22 @@ inline void change_row(void* row, const int32_t* compensation, int n, const Chan
   }
 }
 
+// Replace the first half of a row by its activation times the second half.
+template <class Activation>
+inline void multiply_halves(float* x, int half, const Activation& activation) {
+  const float* factor = x + half;
+  for (int i = 0; i < half; ++i) x[i] = activation(x[i]) * factor[i];
+}
+
+inline void apply_gate(Gate gate, float* x, int half) {
+  switch (gate) {
+    case Gate::silu: return multiply_halves(x, half, silu_f32);
+    case Gate::gelu: return multiply_halves(x, half, gelu_f32);
+    case Gate::gelu_tanh: return multiply_halves(x, half, gelu_tanh_f32);
+    default: return;
+  }
+}
+
 constexpr bool is_integer(DType t) { return t == DType::s8 || t == DType::u8 || t == DType::s32; }
 
 // Compute the steps of row r in the tile, as floats. Returns true if it stored the row to the output instead: one that the steps
@@ -274,7 +300,7 @@ inline bool finish_row(const EpilogueArgs& e, int r, bool exact) {
       if (e.compensation != nullptr) change_row(v, e.compensation, e.cols, [](int32_t value) { return value; });
       int64_t integers[kMaxTileCols];
       first_float_step = run_exact_steps(e, r, v, &aux, integers);
-      if (first_float_step == e.n_steps && is_integer(e.out_dtype)) {
+      if (first_float_step == e.n_steps && e.gate == Gate::none && is_integer(e.out_dtype)) {
         store_integers(integers, e.cols, e.out_dtype, e.out + r * e.ldo * (bits(e.out_dtype) / 8));
         return true;
       }
@@ -287,21 +313,26 @@ inline bool finish_row(const EpilogueArgs& e, int r, bool exact) {
     if (e.steps[s].has_tensor) apply_tensor_step(e, e.steps[s], *aux++, r, x);
     else apply_scalar_step(e.steps[s], e.cols, x);
   }
+  apply_gate(e.gate, x, e.cols / 2);
   return false;
 }
 
 void run_epilogue(const EpilogueArgs& e) {
   const bool exact = e.integer && (e.n_steps > 0 ? e.steps[0].exact : is_integer(e.out_dtype));
-  if (e.integer && e.n_steps == 0 && e.out_dtype == DType::s32) {
+  const bool gated = e.gate != Gate::none;
+  if (e.integer && e.n_steps == 0 && e.out_dtype == DType::s32 && !gated) {
     const int32_t* __restrict compensation = e.compensation;
     if (compensation == nullptr) store_rows<int32_t, int32_t>(e, [](int32_t x, int) { return x; });
     else store_rows<int32_t, int32_t>(e, [=](int32_t x, int i) { return compensated(x, compensation[i]); });
     return;
   }
   bool stored = false;
-  if (e.n_steps > 0 || e.integer)
+  if (e.n_steps > 0 || e.integer || gated)
     for (int r = 0; r < e.rows; ++r) stored = finish_row(e, r, exact);
-  if (!stored) store_floats(e);
+  if (stored) return;
+  EpilogueArgs result = e;
+  if (gated) result.cols /= 2;
+  store_floats(result);
 }
 
 }  // namespace

@@ -168,6 +168,7 @@ void Gemm::check_config() const {
   require(!(cfg_.expand || cfg_.raw) || cfg_.dot || (cfg_.kc > 0 && cfg_.kc <= 4096), "expanded blocks need 0 < kc <= 4096");
   require(!((cfg_.expand || cfg_.raw) && cfg_.order == Order::a_in_l1), "expanded blocks need the order that keeps B");
   require(!(cfg_.raw && cfg_.tk > 1), "an unpacked B cannot be split along K");
+  require(cfg_.gate == Gate::none || (!cfg_.raw && cfg_.n % panel_cols_ == 0), "a gate needs a packed B of whole panels");
   require(!(cfg_.raw && cfg_.b != DType::f32 && cfg_.b != DType::bf16 && cfg_.b != DType::f16 && cfg_.b != DType::s8),
           "unpacked B must hold whole numbers of bytes");
   require(cfg_.quant_group == 0 || !is_integer(cfg_.compute), "scales per group need a floating-point accumulator");
@@ -483,7 +484,7 @@ void Gemm::set_prefetch(const RowBlock& block, int tile, int64_t panel, int64_t 
 }
 
 // Set the rows of the output that the next tile of these rows and panels is stored to, and of the matrices that its epilogue
-// reads: none behind the last one.
+// reads: none behind the last one, and no matrices with a gate.
 void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileArgs& t) const {
   if (cfg_.order == Order::b_in_l1) {
     if (++tile == block.tiles.count) tile = 0, ++panel;
@@ -491,17 +492,19 @@ void Gemm::set_next_output(const RowBlock& block, int tile, int64_t panel, TileA
     panel = block.jc, ++tile;
   }
   if (panel == block.task.p1 || tile == block.tiles.count) return;
-  const int64_t element = bits(cfg_.out) / 8, row = block.row0 + block.tiles.begin(tile), column = panel * panel_cols_;
+  const bool gated = cfg_.gate != Gate::none;
+  const int64_t panel_columns = gated ? panel_cols_ / 2 : panel_cols_, all_columns = gated ? cfg_.n / 2 : cfg_.n;
+  const int64_t element = bits(cfg_.out) / 8, row = block.row0 + block.tiles.begin(tile), column = panel * panel_columns;
   t.next_out = block.call.out + (block.task.batch * block.call.out_batch_stride + row * block.call.ldo + column) * element;
   t.next_out_rows = block.tiles.size(tile);
   t.out_stride = block.call.ldo * element;
-  const int64_t columns = std::min(panel_cols_, cfg_.n - column);
+  const int64_t columns = std::min(panel_columns, all_columns - column);
   t.out_bytes = columns * element;
   const Aux* aux = block.call.aux;
   for (const Step& step : cfg_.steps) {
     if (!step.has_tensor) continue;
     const Aux& matrix = *aux++;
-    if (step.axis != Axis::full || t.next_matrix_count == kMaxNextMatrices) continue;
+    if (gated || step.axis != Axis::full || t.next_matrix_count == kMaxNextMatrices) continue;
     const int64_t size = bits(step.dtype) / 8, offset = block.task.batch * matrix.batch_stride + row * matrix.ld + column;
     t.next_matrices[t.next_matrix_count++] = {matrix.data + offset * size, matrix.ld * size, columns * size};
   }
@@ -525,8 +528,10 @@ void Gemm::store_tile(const Call& call, int64_t batch, int64_t row, int rows, in
   e.ldc = ldc;
   e.integer = is_integer(cfg_.compute);
   e.rows = rows;
-  e.col0 = panel * panel_cols_;
-  e.cols = static_cast<int>(std::min(panel_cols_, cfg_.n - e.col0));
+  e.cols = static_cast<int>(std::min(panel_cols_, cfg_.n - panel * panel_cols_));
+  e.gate = cfg_.gate;
+  e.col0 = panel * (cfg_.gate == Gate::none ? panel_cols_ : panel_cols_ / 2);
+  e.right = cfg_.n / 2;
   e.row0 = row;
   e.batch = batch;
   e.compensation = compensation;

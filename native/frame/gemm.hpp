@@ -42,6 +42,7 @@ struct Config {
   bool zero_point;
   float zero_offset;  // offset that was subtracted from the stored integers (8 for int4)
   std::vector<Step> steps;
+  Gate gate;          // behind the steps; a panel of B then holds columns of its left half and the same ones of its right half
 };
 
 struct Matrix {

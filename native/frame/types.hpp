@@ -143,12 +143,17 @@ struct Aux {
   int64_t batch_stride;  // elements between batches (axis full only)
 };
 
+// The activation of a gate: the columns of B's left half, through the activation, times those of its right half.
+enum class Gate : int { none = 0, silu, gelu, gelu_tanh };
+
 struct EpilogueArgs {
   void* c;               // tile in fp32 or int32, overwritten
   int64_t ldc;
   bool integer;          // c holds int32
-  int rows, cols;
-  int64_t row0, col0, batch;
+  int rows, cols;        // with a gate, the second half of the columns are those of B's right half
+  Gate gate;
+  int64_t right;         // with a gate: columns from one of B's left half to its factor, N / 2
+  int64_t row0, col0, batch;  // col0: of the first column, with a gate in B's left half
   const int32_t* compensation;  // subtracted from int32 accumulators, one for each column of this tile, or null
   const Step* steps;
   int n_steps;

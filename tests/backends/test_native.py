@@ -126,6 +126,38 @@ def test_kernels_with_packed_weights_match_the_oracle(isa: str, problem: Problem
             check(problem, candidate, seed)
 
 
+@st.composite
+def gated_problems(draw: st.DrawFn) -> Problem:
+    """Problems whose last step is a gate; N is a multiple of 16."""
+    problem = replace(draw(problems()), n=draw(st.sampled_from([16, 32, 48, 64, 96, 112, 192])))
+    gate = Step(draw(st.sampled_from(["swiglu", "geglu", "geglu_tanh"])))
+    out = problem.out_dtype if problem.family != "int_mm" else "float32"
+    return replace(problem, epilogue=(*problem.epilogue, gate), out_dtype=out)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@given(problem=gated_problems(), seed=st.integers(0, 1 << 20))
+@settings(max_examples=60, deadline=None)
+def test_gates_match_the_oracle(isa: str, problem: Problem, seed: int) -> None:
+    candidates = [
+        each for template in ("packed", "expand") for each in sample_candidates(problem, isa, template, 2, seed)
+    ]
+    assert candidates or isa not in {unit.isa for unit in UNITS if can_multiply(unit, problem.a.dtype, problem.b.dtype)}
+    for candidate in candidates:
+        assert problem.n % int(candidate["nr"]) == 0
+        check(problem, candidate, seed)
+
+
+@pytest.mark.parametrize("grid", ["1x1x2", "2x3x1"])
+def test_gates_match_the_oracle_on_several_threads(grid: str) -> None:
+    """Among others with K split between threads: the gate then follows the sum of their parts."""
+    steps = (Step("bias", "col", "float32"), Step("add", "full", "float16", 0.25), Step("swiglu"))
+    problem = dense(19, 320, 1100, "float32", epilogue=steps)
+    first = sample_candidates(problem, "portable", "packed", 0, 0)[0]
+    for kc in (0, 256):
+        check(problem, Candidate.make("native", "packed", **{**dict(first.config), "grid": grid, "kc": kc}), 3)
+
+
 @pytest.mark.parametrize("isa", [isa for isa in ISAS if isa != "amx"])
 @given(
     problem=problems(), batch=st.sampled_from([0, 1, 3]), order=st.sampled_from(["row", "col"]), seed=st.integers(0, 99)
@@ -290,6 +322,36 @@ def test_unpacking_restores_a_packed_int4_weight(n: int, k: int, group: int | No
         assert torch.equal(unpacked.zero_point, weight.zero_point)
 
 
+@pytest.mark.parametrize("order", ["row", "col"])
+@pytest.mark.parametrize("nr", [16, 48, 64])
+def test_a_weight_for_a_gate_is_packed_by_halves(order: str, nr: int) -> None:
+    """A panel has nr / 2 columns of either half; unpacking restores the weight, its scales and its zero points."""
+    from gemmtune.backends.native.layout import pack, unpack
+    from gemmtune.core.weights import QuantWeight
+
+    n, k = 384, 40
+    raw = torch.arange(n * k, dtype=torch.float32).reshape(n, k)
+    b = raw.t() if order == "col" else raw.t().contiguous()
+    problem = dense(1, n, k, "float32", epilogue=(Step("swiglu"),))
+    packing = Packing("1", "float32", nr, halves=True)
+    assert Packing.parse(packing.name) == packing
+    packed = pack(packing, b, problem)
+    first_panel = packed.data[0].view(torch.float32)[: nr * k].reshape(k, nr)
+    assert torch.equal(first_panel, torch.cat([b[:, : nr // 2], b[:, n // 2 : n // 2 + nr // 2]], 1))
+    assert torch.equal(unpack(packed), b)
+    assert unpack(packed).stride() == b.stride()
+
+    quant = Quant(8, "float32", True)
+    scale = torch.rand(k // 8, n)
+    data = torch.randint(-128, 128, (n, k), dtype=torch.int8).t()
+    weight = QuantWeight(data, scale, scale + 7, k, quant, "int8")
+    problem = replace(weight_only(1, n, k, "bfloat16", "int8", quant), epilogue=(Step("geglu"),))
+    unpacked = unpack(pack(Packing("1", "int8", nr, halves=True), weight, problem))
+    assert torch.equal(unpacked.data, data)
+    assert torch.equal(unpacked.scale, scale)
+    assert torch.equal(unpacked.zero_point, scale + 7)
+
+
 @pytest.mark.parametrize("n", [3073, 4096, 4093])
 @pytest.mark.parametrize(("bits", "group"), [("int8", None), ("int4", 32), ("int4", 128)])
 def test_packed_weights_have_little_padding(n: int, bits: str, group: int | None) -> None:
@@ -316,6 +378,8 @@ def test_unsupported_problems_have_a_reason() -> None:
         "multiples of 8": weight_only(4, 8, 40, "bfloat16", "int8", Quant(20)),
         "accumulates": dense(4, 4, 4, "float16", acc="float16"),
         "row-major outputs": dense(4, 4, 4, "float32", out=Layout("col")),
+        "a gate needs whole panels": dense(4, 24, 4, "float32", epilogue=(Step("swiglu"),)),
+        "it must be constant": dense(4, 16, 4, "float32", epilogue=(Step("swiglu"),), b=Operand("float32")),
     }
     for expected, problem in cases.items():
         (item,) = space.candidates(problem, target(), ISAS)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ...core.candidate import Candidate, Illegal
+from ...core.epilogue import GATES
 from ...core.errors import KernelError
 from ...core.problem import Problem
 from ...core.target import Target, current_cpu
@@ -84,6 +85,7 @@ class NativeBackend(Backend):
     """Prebuilt kernels for the CPU; unavailable without a build, and on other devices."""
 
     name = space.NAME
+    special_steps = frozenset(GATES)
 
     def available(self, target: Target) -> Availability:
         if not target.is_cpu:
@@ -142,7 +144,7 @@ class NativeBackend(Backend):
         for unit in UNITS:
             widths = {*unit.rows, *unit.tile_rows(packing.dtype, expanded=False)}
             supported = packing.dtype in (*unit.reads, *unit.expands) and packing.nr in widths and unit.isa in isas
-            if supported and layout.Packing.of(unit.compute, packing.dtype, packing.nr) == packing:
+            if supported and layout.Packing.of(unit.compute, packing.dtype, packing.nr, packing.halves) == packing:
                 return ""
         return f"no instruction set of this CPU reads {packed.layout} (usable: {', '.join(isas)})"
 

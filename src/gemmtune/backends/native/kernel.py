@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.candidate import Candidate
-from ...core.epilogue import Epilogue
+from ...core.epilogue import GATES, Epilogue
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
@@ -22,6 +22,7 @@ from .traits import (
     AMX_TILE_ROWS,
     AXES,
     DTYPES,
+    GATE_ACTIVATIONS,
     LANES,
     PACK_A,
     STEP_KINDS,
@@ -61,12 +62,17 @@ def load(problem: Problem, candidate: Candidate) -> Kernel:
 def packing_of(problem: Problem, candidate: Candidate) -> str:
     """Return the layout that a ``packed`` or ``expand`` kernel reads. Raises KernelError when no unit has its
     instruction set for these dtypes."""
-    return Packing.of(unit_of(problem, candidate).compute, problem.b.dtype, int(candidate["nr"])).name
+    return _packing(problem, candidate, unit_of(problem, candidate)).name
+
+
+def _packing(problem: Problem, candidate: Candidate, unit: Unit) -> Packing:
+    halves = problem.gate is not None
+    return Packing.of(unit.compute, problem.b.dtype, int(candidate["nr"]), halves)
 
 
 def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any]:
     config = dict(candidate.config)
-    quant = problem.b.quant
+    quant, gate = problem.b.quant, problem.gate
     tm, tn, tk = (int(part) for part in str(config["grid"]).split("x"))
     if config["pack_a"] == "none" and why_not_direct(problem, unit):
         raise KernelError(f"{candidate.id}: {why_not_direct(problem, unit)}")
@@ -98,7 +104,8 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "scale_dtype": DTYPES[quant.scale_dtype] if quant is not None else 0,
         "zero_point": quant is not None and quant.zero_point,
         "zero_offset": 8.0 if problem.b.dtype == "int4" else 0.0,
-        "steps": _encoded_steps(problem.epilogue),
+        "steps": _encoded_steps(problem.without_gate().epilogue),
+        "gate": GATE_ACTIVATIONS.index("" if gate is None else GATES[gate.kind]),
     }
 
 
@@ -149,7 +156,7 @@ class PackedKernel(Kernel):
 
     def __init__(self, problem: Problem, candidate: Candidate, native: Any, unit: Unit) -> None:
         self.problem, self.candidate = problem, candidate
-        self._packing = Packing.of(unit.compute, problem.b.dtype, int(candidate["nr"]))
+        self._packing = _packing(problem, candidate, unit)
         self.packing = self._packing.name
         self._launch = native.run_packed
         # Which of (compensation | scales | zeros) PackedWeight.data contains.

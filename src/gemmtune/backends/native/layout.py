@@ -3,6 +3,9 @@
 ``native:k<kp>/<dtype>/nr<columns>``: panels of ``nr`` columns in which ``kp`` consecutive elements along K are
 adjacent. For int8 and float8 under bf16 products (``k2s``; native/frame/pack_b.hpp) elements with even and with odd k
 are separated. One layout serves every micro-tile of its width and every M.
+
+``.../halves``: for a gate (``Problem.gate``). Half of a panel's columns are consecutive ones of the weight's left half,
+the other half are those of its right half that they are multiplied by.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ from ...core.torch_compat import empty_cpu
 from ...core.weights import PackedWeight, QuantWeight
 from .traits import BF16, DTYPES, F32, I16, LANES, U8S8, Compute
 
-_NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9_]+)/nr(16|32|48|64)")
+_NAME = re.compile(r"native:k(1|2|2s|4)/([a-z0-9_]+)/nr(16|32|48|64)(/halves)?")
 # For each kind a compute type that packs in this way; all compute types of a kind pack alike.
 _COMPUTE_BY_KIND = {"1": F32, "2": I16, "2s": BF16, "4": U8S8}
 _ALIGN = 64
@@ -33,16 +36,17 @@ _LARGE_PAGE = 2 << 20  # of x86-64 and, with pages of 4 KiB, of AArch64
 @dataclass(frozen=True, slots=True)
 class Packing:
     """A packed layout. kind: how elements along K are stored together (``1``, ``2``, ``2s`` or ``4``). dtype: the
-    weight's. nr: columns of a panel."""
+    weight's. nr: columns of a panel. halves: whether they are from both halves of the weight's columns."""
 
     kind: str
     dtype: str
     nr: int
+    halves: bool = False
 
     @classmethod
-    def of(cls, compute: Compute, dtype: str, nr: int) -> Packing:
+    def of(cls, compute: Compute, dtype: str, nr: int, halves: bool = False) -> Packing:
         split = compute is BF16 and dtype in ("int8", "float8_e4m3fn")
-        return cls("2s" if split else str(compute.kp), dtype, nr)
+        return cls("2s" if split else str(compute.kp), dtype, nr, halves)
 
     @classmethod
     def parse(cls, name: str) -> Packing:
@@ -51,11 +55,11 @@ class Packing:
         match = _NAME.fullmatch(name)
         if match is None or match[2] not in DTYPES:
             raise PackedWeightError(f"{name!r} is not a layout of the native backend")
-        return cls(match[1], match[2], int(match[3]))
+        return cls(match[1], match[2], int(match[3]), match[4] is not None)
 
     @property
     def name(self) -> str:
-        return f"native:k{self.kind}/{self.dtype}/nr{self.nr}"
+        return f"native:k{self.kind}/{self.dtype}/nr{self.nr}{'/halves' if self.halves else ''}"
 
     @property
     def kp(self) -> int:
@@ -68,6 +72,13 @@ class Packing:
 
     def padded_n(self, n: int) -> int:
         return -(-n // self.nr) * self.nr
+
+    def order_of_columns(self, n: int) -> Tensor | None:
+        """Return the indices [N] of a weight's columns in the order in which they are packed; None where that is their
+        own. n: a multiple of ``nr`` with ``halves``."""
+        if not self.halves:
+            return None
+        return torch.arange(n).reshape(2, -1, self.nr // 2).transpose(0, 1).reshape(n)
 
     def nbytes(self, n: int, k: int) -> int:
         """Return the bytes of the packed panels, without scales or compensation."""
@@ -105,8 +116,12 @@ def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedW
     from . import _native
 
     raw = b.data if isinstance(b, QuantWeight) else b
-    start = address("packing", "the weight", raw)
     k, n = problem.k, problem.n
+    start = address("packing", "the weight", raw)
+    raw_order, columns = "col" if raw.stride(0) == 1 else "row", packing.order_of_columns(n)
+    if columns is not None:
+        raw = _select_columns(raw, columns)
+        start = raw.data_ptr()
     panels = aligned_bytes(packing.nbytes(n, k))
     extra: list[Tensor] = []
     if packing.kp == 4:
@@ -118,9 +133,15 @@ def pack(packing: Packing, b: Tensor | QuantWeight, problem: Problem) -> PackedW
     quant = None
     if isinstance(b, QuantWeight):
         quant = b.quant
-        extra += [_padded_groups(t, packing.padded_n(n)) for t in (b.scale, b.zero_point) if t is not None]
-    order = "col" if raw.stride(0) == 1 else "row"
-    return PackedWeight(packing.name, (panels, *extra), n, k, packing.dtype, quant, "", order)
+        values = [t if columns is None else t[..., columns] for t in (b.scale, b.zero_point) if t is not None]
+        extra += [_padded_groups(t, packing.padded_n(n)) for t in values]
+    return PackedWeight(packing.name, (panels, *extra), n, k, packing.dtype, quant, "", raw_order)
+
+
+def _select_columns(raw: Tensor, columns: Tensor) -> Tensor:
+    """Return a copy of columns of a weight [K, N], in its memory order."""
+    raw = raw.detach()
+    return raw.t()[columns].t() if raw.stride(0) == 1 else raw[:, columns]
 
 
 def _padded_groups(values: Tensor, columns: int) -> Tensor:
@@ -158,9 +179,13 @@ def unpack(packed: PackedWeight) -> Any:
         code, compute, n, k, packing.nr // LANES, start, address("unpacking", "new memory", raw), raw.stride(0),
         raw.stride(1),
     )  # fmt: skip
+    columns = packing.order_of_columns(n)
+    if columns is not None:
+        columns = columns.argsort()
+        raw = _select_columns(raw, columns)
     if packed.quant is None:
         return raw
-    scale, *zero = (t[:, :n].contiguous() for t in packed.data[1:])
+    scale, *zero = ((t[:, :n] if columns is None else t[:, columns]).contiguous() for t in packed.data[1:])
     if packed.quant.group is None:
         scale, zero = scale.reshape(n), [t.reshape(n) for t in zero]
     return QuantWeight(raw, scale, zero[0] if zero else None, k, packed.quant, packed.dtype)

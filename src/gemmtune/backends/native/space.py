@@ -21,7 +21,7 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ..base import NOT_LISTED
 from .layout import Packing
-from .traits import AMX_BLOCK_BYTES, AMX_LEAST_ROWS, BF16, DTYPES, F32, SCALED, U8S8, UNITS, Unit, can_multiply
+from .traits import AMX_BLOCK_BYTES, AMX_LEAST_ROWS, BF16, DTYPES, F32, LANES, SCALED, U8S8, UNITS, Unit, can_multiply
 
 NAME = "native"
 TEMPLATES = ("packed", "expand", "raw", "dot")
@@ -66,6 +66,10 @@ def _why_epilogue_unsupported(problem: Problem) -> str:
             return f"no epilogue tensors or casts of {step.dtype}"
     if sum(step.takes_tensor for step in problem.epilogue) > _MAX_TENSORS:
         return f"at most {_MAX_TENSORS} epilogue tensors"
+    if problem.gate is not None and not problem.b.constant:
+        return "a gate needs a weight in panels of columns from both of its halves: it must be constant"
+    if problem.gate is not None and problem.n % LANES:
+        return f"a gate needs whole panels: N must be a multiple of {LANES}; got {problem.n}"
     return ""
 
 
@@ -322,6 +326,8 @@ def _tiles(problem: Problem, rows: dict[int, int]) -> list[tuple[int, int]]:
     tiles = set(rows.items())
     tiles |= {(nr, largest // 2) for nr, largest in rows.items() if largest >= 8 and problem.m >= largest}
     allowed = {(nr, mr) for nr, mr in tiles if nr == min(rows) or -(-problem.n // nr) * nr <= 1.5 * problem.n + 16}
+    if problem.gate is not None:
+        allowed = {(nr, mr) for nr, mr in allowed if problem.n % nr == 0}
     return sorted(allowed, key=cost)[:4]
 
 

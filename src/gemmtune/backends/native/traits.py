@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 DTYPES = {"float32": 0, "bfloat16": 1, "float16": 2, "int8": 3, "uint8": 4, "int32": 5, "int4": 6, "float8_e4m3fn": 7}
 STEP_KINDS = ("scale", "bias", "add", "mul", "relu", "gelu", "gelu_tanh", "silu", "clamp", "cast")
+GATE_ACTIVATIONS = ("", "silu", "gelu", "gelu_tanh")
 AXES = ("tensor", "row", "col", "full")
 PACK_A = ("none", "rows", "panels")
 LANES = 16
