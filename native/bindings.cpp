@@ -16,6 +16,7 @@
 #include "frame/gemm.hpp"
 #include "frame/isa.hpp"
 #include "frame/pack_b.hpp"
+#include "frame/pointwise.hpp"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -78,6 +79,8 @@ Step parse_step(nb::handle h) {
   return s;
 }
 
+Gate parse_gate(const nb::dict& d) { return to_enum(read_int(d, "gate"), Gate::gelu_tanh, "the gate"); }
+
 Config parse_config(const nb::dict& d) {
   Config c{};
   c.a = to_enum(read_int(d, "a"), DType::u8, "the dtype of A");
@@ -105,12 +108,26 @@ Config parse_config(const nb::dict& d) {
   c.zero_point = nb::cast<bool>(d["zero_point"]);
   c.zero_offset = nb::cast<float>(d["zero_offset"]);
   for (nb::handle h : nb::cast<nb::list>(d["steps"])) c.steps.push_back(parse_step(h));
-  c.gate = to_enum(read_int(d, "gate"), Gate::gelu_tanh, "the gate");
+  c.gate = parse_gate(d);
   return c;
 }
 
 // A call of fewer multiply-adds keeps the GIL: releasing it would cost more than another thread could gain.
 constexpr int64_t kGilReleaseMacs = 1 << 18;
+
+// The tensors of a call's epilogue: address, row stride and batch stride of each, in elements.
+class AuxList {
+ public:
+  explicit AuxList(const std::vector<int64_t>& flat) {
+    if (flat.size() > 3 * kMaxAux) throw nb::value_error("at most 16 epilogue tensors");
+    for (size_t i = 0; i * 3 < flat.size(); ++i) aux_[i] = {to_pointer(flat[3 * i]), flat[3 * i + 1], flat[3 * i + 2]};
+  }
+  const Aux* get() const { return aux_; }
+
+ private:
+  static constexpr size_t kMaxAux = 16;
+  Aux aux_[kMaxAux];
+};
 
 class Kernel {
  public:
@@ -139,11 +156,8 @@ class Kernel {
 
  private:
   void launch(Call& call, const std::vector<int64_t>& flat_aux) const {
-    constexpr size_t kMaxAux = 16;
-    Aux aux[kMaxAux];
-    if (flat_aux.size() > 3 * kMaxAux) throw nb::value_error("at most 16 epilogue tensors");
-    for (size_t i = 0; i * 3 < flat_aux.size(); ++i) aux[i] = {to_pointer(flat_aux[3 * i]), flat_aux[3 * i + 1], flat_aux[3 * i + 2]};
-    call.aux = aux;
+    const AuxList aux(flat_aux);
+    call.aux = aux.get();
     const Config& c = gemm_.config();
     if (call.batch * call.m * c.n * c.k < kGilReleaseMacs) return gemm_.run(call);
     nb::gil_scoped_release release;
@@ -151,6 +165,35 @@ class Kernel {
   }
 
   Gemm gemm_;
+};
+
+// The steps of an epilogue, and a gate, from floating-point matrices in memory.
+class Pointwise {
+ public:
+  Pointwise(const std::string& isa, const nb::dict& d) : isa_(isa_ops(isa)) {
+    args_.src_dtype = to_enum(read_int(d, "src"), DType::f16, "the dtype of the source");
+    args_.out_dtype = to_enum(read_int(d, "out"), DType::s32, "the dtype of the output");
+    args_.gate = parse_gate(d);
+    for (nb::handle h : nb::cast<nb::list>(d["steps"])) steps_.push_back(parse_step(h));
+  }
+
+  void run(int64_t m, int64_t n, int64_t src, int64_t src_stride, int64_t out, int64_t ldo, const std::vector<int64_t>& flat_aux) const {
+    if (args_.gate != Gate::none && n % 2) throw std::invalid_argument("a gate needs an even number of columns");
+    const AuxList aux(flat_aux);
+    PointwiseArgs args = args_;
+    args.rows = m, args.n = n;
+    args.src = to_pointer(src), args.src_stride = src_stride;
+    args.out = reinterpret_cast<char*>(out), args.ldo = ldo;
+    args.steps = steps_.data(), args.n_steps = static_cast<int>(steps_.size());
+    args.aux = aux.get();
+    nb::gil_scoped_release release;
+    run_pointwise_threaded(isa_, args);
+  }
+
+ private:
+  const IsaOps& isa_;
+  PointwiseArgs args_{};
+  std::vector<Step> steps_;
 };
 
 PackedShape parse_packed_shape(int b, int compute, int64_t n, int64_t k, int nv) {
@@ -196,4 +239,5 @@ NB_MODULE(_native, m) {
       .def(nb::init<const std::string&, const nb::dict&>())
       .def("run_packed", &Kernel::run_packed)
       .def("run_raw", &Kernel::run_raw);
+  nb::class_<Pointwise>(m, "Pointwise").def(nb::init<const std::string&, const nb::dict&>()).def("run", &Pointwise::run);
 }

@@ -7,7 +7,8 @@
 namespace gemmtune {
 namespace {
 
-constexpr int kMaxTileCols = kLanes * kMaxVectors;
+constexpr int kMaxTileCols = 256;  // of a tile whose steps are computed: run_pointwise's are wider than the micro-kernels'
+static_assert(kMaxTileCols >= kLanes * kMaxVectors, "an epilogue's tile is a micro-kernel's");
 
 inline float load_scalar(const char* p, DType t, int64_t i) {
   switch (t) {
@@ -333,6 +334,35 @@ void run_epilogue(const EpilogueArgs& e) {
   EpilogueArgs result = e;
   if (gated) result.cols /= 2;
   store_floats(result);
+}
+
+// Compute the steps, and the gate, from floating-point rows in memory, a tile in the L1 cache at a time.
+void run_pointwise(const PointwiseArgs& p) {
+  constexpr int kRows = 8;
+  float tile[kRows * kMaxTileCols];
+  const bool gated = p.gate != Gate::none;
+  const int64_t columns = gated ? p.n / 2 : p.n, most = gated ? kMaxTileCols / 2 : kMaxTileCols;
+  const int64_t src_row = p.src_stride * (bits(p.src_dtype) / 8), out_element = bits(p.out_dtype) / 8;
+  EpilogueArgs e{};
+  e.c = tile, e.ldc = kMaxTileCols;
+  e.gate = p.gate, e.right = columns;
+  e.steps = p.steps, e.n_steps = p.n_steps, e.aux = p.aux;
+  e.ldo = p.ldo, e.out_dtype = p.out_dtype;
+  for (int64_t row = 0; row < p.rows; row += kRows) {
+    e.rows = static_cast<int>(p.rows - row < kRows ? p.rows - row : kRows);
+    e.row0 = p.row0 + row;
+    for (e.col0 = 0; e.col0 < columns; e.col0 += most) {
+      const int width = static_cast<int>(columns - e.col0 < most ? columns - e.col0 : most);
+      for (int r = 0; r < e.rows; ++r) {
+        const char* src = p.src + (row + r) * src_row;
+        load_row(src, p.src_dtype, e.col0, width, tile + r * kMaxTileCols);
+        if (gated) load_row(src, p.src_dtype, e.col0 + e.right, width, tile + r * kMaxTileCols + width);
+      }
+      e.cols = gated ? 2 * width : width;
+      e.out = p.out + (row * p.ldo + e.col0) * out_element;
+      run_epilogue(e);
+    }
+  }
 }
 
 }  // namespace

@@ -163,6 +163,22 @@ struct EpilogueArgs {
   DType out_dtype;
 };
 
+// Arguments of pointwise, which computes the steps of an epilogue, and its gate, from the rows of a matrix in memory.
+struct PointwiseArgs {
+  const char* src;
+  DType src_dtype;
+  int64_t src_stride;    // elements between rows
+  int64_t rows, n;       // n: columns of the source, with a gate of both halves
+  int64_t row0;          // the number of the first row, for epilogue tensors
+  Gate gate;
+  const Step* steps;
+  int n_steps;
+  const Aux* aux;
+  char* out;
+  int64_t ldo;           // elements
+  DType out_dtype;
+};
+
 // Arguments of pack_a, which converts rows of A to 4-byte groups, row-major (panel == 0) or interleaved by `panel` rows.
 struct PackAArgs {
   const char* src;       // element (0, 0)
@@ -182,6 +198,7 @@ struct IsaOps {
   const KernelSet* sets;
   int n_sets;
   void (*epilogue)(const EpilogueArgs&);
+  void (*pointwise)(const PointwiseArgs&);
   void (*pack_a)(const PackAArgs&);
   void (*row_sums)(const PackAArgs&, int64_t quant_group, float* sums, int64_t sums_stride);
   void (*release)();  // called by each thread after its last tile: releases what tile_state describes; null: nothing to release

@@ -48,7 +48,7 @@ def check(problem: Problem, kernel: Kernel) -> None:
     def run(inputs: Inputs, out: torch.Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, make_reference_cases(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1), rounding=kernel.rounding)
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
 
 

@@ -91,11 +91,14 @@ def test_product_computes_the_operations_behind_it(name: str, monkeypatch: pytes
     assert_same(module, function, *args)
 
 
-def test_gate_is_multiplied_in_the_kernel_of_one_of_two_products(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("constants", "steps"), [((3,), [[], [], ["silu", "mul"]]), ((1, 2, 3), [[], ["swiglu"]])])
+def test_gate_on_a_cpu_is_multiplied_in_a_kernel(
+    constants: tuple[int, ...], steps: list[list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In that of both products where their weights can be packed side by side, else in that of one of them."""
     prefer(monkeypatch, fused=True)
     module = trace(mlp, X, W, U, DOWN)
-    products = run_pass(monkeypatch, module, constants=(1, 2, 3))
-    assert sorted(map(steps_of, products)) == [[], [], ["silu", "mul"]]
+    assert sorted(map(steps_of, run_pass(monkeypatch, module, constants=constants))) == steps
     assert_same(module, mlp, X, W, U, DOWN)
 
 

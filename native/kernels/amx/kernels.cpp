@@ -212,6 +212,6 @@ constexpr KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kAmxOps;
-const IsaOps kAmxOps = {"amx", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums, &release_tiles};
+const IsaOps kAmxOps = {"amx", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &run_pointwise, &pack_activations, &row_sums, &release_tiles};
 
 }  // namespace gemmtune

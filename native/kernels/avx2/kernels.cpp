@@ -157,6 +157,6 @@ constexpr KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kAvx2Ops;
-const IsaOps kAvx2Ops = {"avx2", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+const IsaOps kAvx2Ops = {"avx2", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &run_pointwise, &pack_activations, &row_sums};
 
 }  // namespace gemmtune

@@ -113,6 +113,6 @@ constexpr KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kAvx512Ops;
-const IsaOps kAvx512Ops = {"avx512", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+const IsaOps kAvx512Ops = {"avx512", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &run_pointwise, &pack_activations, &row_sums};
 
 }  // namespace gemmtune

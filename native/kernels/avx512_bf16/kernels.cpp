@@ -26,7 +26,7 @@ constexpr KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kAvx512Bf16Ops;
-const IsaOps kAvx512Bf16Ops = {"avx512_bf16",  kSets,     sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations,
+const IsaOps kAvx512Bf16Ops = {"avx512_bf16",  kSets,     sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &run_pointwise, &pack_activations,
                                &row_sums};
 
 }  // namespace gemmtune

@@ -22,6 +22,6 @@ constexpr KernelSet kSets[] = {make_kernel_set<Vnni, 12, 12, 8, 6>(Compute::u8s8
 }  // namespace
 
 extern const IsaOps kAvx512VnniOps;
-const IsaOps kAvx512VnniOps = {"avx512_vnni", kSets, 1, &run_epilogue, &pack_activations, &row_sums};
+const IsaOps kAvx512VnniOps = {"avx512_vnni", kSets, 1, &run_epilogue, &run_pointwise, &pack_activations, &row_sums};
 
 }  // namespace gemmtune

@@ -133,6 +133,6 @@ constexpr KernelSet kSets[] = {
 }  // namespace
 
 extern const IsaOps kPortableOps;
-const IsaOps kPortableOps = {"portable", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &pack_activations, &row_sums};
+const IsaOps kPortableOps = {"portable", kSets, sizeof(kSets) / sizeof(kSets[0]), &run_epilogue, &run_pointwise, &pack_activations, &row_sums};
 
 }  // namespace gemmtune

@@ -53,11 +53,13 @@ MOST_ROWS = 1024  # where there are kernels for so many rows, there are kernels 
 
 class Cost(NamedTuple):
     """seconds: of one call. beats_torch: whether a kernel serves that is faster than PyTorch's own op beyond the
-    noise. kernel: the id of what serves; empty for PyTorch's own op."""
+    noise. kernel: the id of what serves; empty for PyTorch's own op. torch_s: the seconds of PyTorch's own op in the
+    same race; None where they are not known."""
 
     seconds: float
     beats_torch: bool
     kernel: str = ""
+    torch_s: float | None = None
 
 
 def layouts_of(problem: Problem, device: torch.device) -> list[str | None]:
@@ -79,10 +81,11 @@ def cost_of(problem: Problem, device: torch.device) -> Cost | None:
     if point is not None:
         option = point.options.get(packing) or point.options.get(None)
         plain = point.plain_s
+        torch_s = plain if math.isfinite(plain) else None
         if option is not None and option.beats_aten and option.seconds <= plain:
             own = option.candidate.backend != "aten" or packing is not None
-            return Cost(option.seconds, own, option.candidate.id)
-        return Cost(plain, False) if math.isfinite(plain) else None
+            return Cost(option.seconds, own, option.candidate.id, torch_s)
+        return Cost(plain, False, torch_s=plain) if torch_s is not None else None
     for dim in problem.dims:
         tuned, size = index.tuned_plan(problem.plan_key_over(dim)), problem.size(dim)
         kernel = None if tuned is None else tuned.serving(size, packing or "")

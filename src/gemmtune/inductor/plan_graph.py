@@ -220,19 +220,24 @@ class GraphPlan:
                 continue
             if not all(id(product) in alone for product in wide.products):
                 continue
-            present = self._present_s(wide, call.problem, alone, merged)
+            present = self._present_s(wide, call.problem, cost, alone, merged)
             key, saved = frozenset(map(id, wide.products)), present - cost.seconds
             if cost.seconds < _CLEAR * present and saved > best.get(key, (0.0, None))[0]:
                 form = Form(wide.products, call, wide.length, cost.seconds, wide.normed, bool(wide.gate))
                 best[key] = saved, form
         return [form for _, form in best.values()]
 
-    def _present_s(self, wide: WideForm, problem: Problem, alone: dict[int, _Alone], merged: dict[int, Form]) -> float:
+    def _present_s(
+        self, wide: WideForm, problem: Problem, cost: Cost, alone: dict[int, _Alone], merged: dict[int, Form]
+    ) -> float:
         """Return the seconds of the forms that were chosen for a wide form's products, and of Inductor's kernels that
-        the wide form saves. problem: the wide form's."""
+        the wide form saves. problem, cost: the wide form's."""
         device, chosen, end = device_of(wide.products[0]), merged.get(id(wide.products[0])), wide.end
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
+        if wide.gate is not None and is_host(device.type):
+            forms = [chosen] if chosen is not None else [single.form for single in singles]
+            seconds = _seconds_in_race(cost, pointwise_s(problem, device), seconds, forms)
         if end is not None and all(single.saved is not end for single in singles):
             seconds += _gate_saved_s(wide, problem) if wide.gate else _saved_s(wide.products[0], wide.length)
         for product, single in zip(wide.products, singles, strict=False):
@@ -316,6 +321,24 @@ def _gate_saved_s(form: WideForm, problem: Problem) -> float:
     """Return the seconds of Inductor's kernels that a gate saves: all of one, or reading twice as much."""
     device = device_of(form.products[0])
     return pointwise_s(problem, device) if form.ends_kernel else gate_read_s(problem, device)
+
+
+def _seconds_in_race(cost: Cost, gate_s: float, seconds: float, forms: Sequence[Form | None]) -> float:
+    """Return the seconds that the forms of two products would have taken in the race of their gate, whose cost is
+    ``cost``; ``seconds``, which they took in their own races, where that is not known.
+
+    A CPU's speed differs by 5% and more from one race to the next, and a gate saves less. PyTorch's product was timed
+    in all races: in that of the gate with a kernel behind it that takes ``gate_s``. forms: None where PyTorch's
+    operator serves.
+    """
+    served = [form for form in forms if form is not None]
+    costs = [cost_of(form.call.problem, device_of(form.products[0])) for form in served]
+    by_torch = [None if each is None else each.torch_s for each in costs]
+    if cost.torch_s is None or cost.torch_s <= gate_s or None in by_torch:
+        return seconds
+    rest_s = seconds - sum(form.seconds for form in served)
+    torch_s = rest_s + sum(each for each in by_torch if each is not None)
+    return seconds / torch_s * (cost.torch_s - gate_s)
 
 
 def _counts(candidates: Iterable[_Candidate]) -> Problems:

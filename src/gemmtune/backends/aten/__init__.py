@@ -20,7 +20,7 @@ from ...core.problem import Problem
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Artifact, Availability, Backend, Kernel
-from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmRounded, MmWide
+from .cuda_dense import BmmWide, MmActivated, MmPadded, MmPaddedOnce, MmWide
 from .cuda_narrow import (
     Int4PackCuda,
     IntMmPadded,
@@ -33,7 +33,18 @@ from .cuda_narrow import (
     UpcastOnce,
     UpcastRounded,
 )
-from .dense import Bmm, BmmTransposed, Composite, Mkldnn, Mm, MmCopied, MmTransposed, is_dense_layout, unpack_dense
+from .dense import (
+    Bmm,
+    BmmTransposed,
+    Composite,
+    Mkldnn,
+    Mm,
+    MmCopied,
+    MmRounded,
+    MmTransposed,
+    is_dense_layout,
+    unpack_dense,
+)
 from .kernel import AtenKernel
 from .norm import NormThen
 from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized

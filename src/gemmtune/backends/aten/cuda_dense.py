@@ -12,15 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.candidate import Candidate, Scalar
-from ...core.epilogue import Epilogue
+from ...core.candidate import Scalar
 from ...core.problem import Problem
 from ...core.torch_compat import addmm_activation
 from ...core.weights import PackedWeight
-from ..base import Rounding
 from .cuda_rules import HALVES
-from .dense import PADDED, Mm, why_not_one_float_dtype
-from .fusion import Fused, addmm_prefix, remaining_epilogue
+from .dense import PADDED, why_not_one_float_dtype
+from .fusion import Fused, addmm_prefix
 from .kernel import OutVariantKernel, SlicedKernel, dense_packed_weight, require_layout, why_not_packable
 from .padding import ALIGN, as_rows, padded, round_up, wide_bmm, wide_mm
 
@@ -51,31 +49,6 @@ class MmWide(OutVariantKernel):
             torch.mm(a, b, out_dtype=torch.float32, out=out)
         else:
             out.copy_(wide_mm(a, b))
-
-
-class MmRounded(Mm):
-    """``torch.mm`` (or ``addmm``), rounded to bfloat16, then the other steps by one kernel: what ``torch.compile``
-    makes of the same operations. An element of the result moves 6 bytes, one of ``MmWide``'s 10."""
-
-    template = "mm_rounded"
-    device_types = ("cuda",)
-
-    def __init__(self, problem: Problem, candidate: Candidate) -> None:
-        super().__init__(problem, candidate)
-        self.rounding = Rounding(self.fused.steps, problem.a.dtype)
-
-    @classmethod
-    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        if not remaining_epilogue(problem, problem.a.dtype, addmm_prefix(problem))[1]:
-            return "torch.mm or addmm computes all that rounds"
-        if {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
-            # The product of float16 may overflow although the result is finite.
-            return "what torch.compile runs for bfloat16 operands and results"
-        return super().why_unsupported(problem, config)
-
-    @classmethod
-    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
-        return problem.epilogue[cls.fused_prefix(problem).steps :], ""
 
 
 class BmmWide(MmWide):

@@ -1,5 +1,5 @@
-"""Floating-point products: mm and addmm (raw, transposed, with a copied weight, through oneDNN), bmm, and the
-composite."""
+"""Floating-point products: mm and addmm (raw, transposed, with a copied weight, through oneDNN, rounded before further
+steps), bmm, and the composite."""
 
 from __future__ import annotations
 
@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.candidate import Scalar
+from ...core.candidate import Candidate, Scalar
+from ...core.epilogue import Epilogue
 from ...core.problem import Problem
 from ...core.target import Target
 from ...core.torch_compat import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
 from ...core.weights import PackedWeight, QuantWeight
+from ..base import Rounding
 from .cuda_rules import why_too_many_rows
-from .fusion import Fused, addmm_prefix, mkldnn_prefix
+from .fusion import Fused, addmm_prefix, mkldnn_prefix, remaining_epilogue
 from .kernel import (
     FLOATS,
     AtenKernel,
@@ -76,6 +78,37 @@ class Mm(OutVariantKernel):
 
     def _addend(self, tensor: Tensor) -> Tensor:
         return tensor.unsqueeze(-1) if self.fused.axis == "row" else tensor
+
+
+class MmRounded(Mm):
+    """``torch.mm`` (or ``addmm``), rounded to bfloat16, then the other steps by one kernel: what ``torch.compile``
+    makes of the same operations. An element of the result moves 6 bytes, one of ``MmWide``'s 10.
+
+    On CPUs for gates only: oneDNN computes other steps itself (``Mkldnn``), without rounding before them.
+    """
+
+    template = "mm_rounded"
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__(problem, candidate)
+        self.rounding = Rounding(self.fused.steps, problem.a.dtype)
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if not remaining_epilogue(problem, problem.a.dtype, addmm_prefix(problem))[1]:
+            return "torch.mm or addmm computes all that rounds"
+        if {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
+            # The product of float16 may overflow although the result is finite.
+            return "what torch.compile runs for bfloat16 operands and results"
+        return super().why_unsupported(problem, config)
+
+    @classmethod
+    def why_unsupported_on_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        return "" if problem.gate is not None else "oneDNN computes the steps without rounding before them"
+
+    @classmethod
+    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
+        return problem.epilogue[cls.fused_prefix(problem).steps :], ""
 
 
 class MmTransposed(Mm):

@@ -18,6 +18,7 @@ from ...core.problem import Problem, bits
 from ...core.target import Target
 from ...core.weights import PackedWeight
 from ..base import Kernel
+from ..native.pointwise import cpu_pointwise_of
 from .fusion import Fused, remaining_epilogue
 from .steps import apply_steps, dtype_of, round_to_dtype
 
@@ -65,6 +66,9 @@ class AtenKernel(Kernel):
             raise KernelError(f"{candidate.id} cannot run {problem.key}: {reason}")
         self.remaining: Epilogue = remaining
         self._pointwise = steps_kernel(remaining, self.product_dtype(problem), problem.out_dtype)
+        self._cpu_pointwise = None
+        if problem.gate is not None:
+            self._cpu_pointwise = cpu_pointwise_of(remaining, self.product_dtype(problem), problem.out_dtype)
         self.out_dtype = dtype_of(problem.out_dtype)
         self._reduction_flag = _REDUCTION_FLAGS.get(problem.a.dtype)
         self.packing = self.layout(problem, config)
@@ -186,6 +190,12 @@ class AtenKernel(Kernel):
         acc: Tensor = self._without_reduced_precision(a, self.product, a, b, aux)
         return acc
 
+    def _steps_by_kernel(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> bool:
+        """Compute the remaining steps from the product into ``out`` by one kernel, and return True; False where there
+        is none for these tensors. aux: the steps' tensors."""
+        kernel = self._pointwise if acc.is_cuda else self._cpu_pointwise
+        return kernel is not None and kernel.run(acc, aux, out)
+
     def _before_rounding(self, acc: Tensor, aux: Sequence[Tensor]) -> Tensor:
         """Return what the remaining steps make of the product."""
         if not self.remaining and acc.dtype == self.out_dtype:
@@ -195,7 +205,7 @@ class AtenKernel(Kernel):
 
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         acc = self._product(a, b, aux)
-        if self._pointwise is not None and self._pointwise.run(acc, aux[self.fused.tensors :], out):
+        if self._steps_by_kernel(acc, aux[self.fused.tensors :], out):
             return
         # ``copy_`` rounds while it copies, as ``functional`` rounds into its new tensor: a race must not charge this
         # variant for one more pass over the output.

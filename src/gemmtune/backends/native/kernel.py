@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from ...core.candidate import Candidate
-from ...core.epilogue import GATES, Epilogue
+from ...core.epilogue import GATES, Epilogue, gate_of
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS, require_kernel_operands
 from ...core.problem import Problem
@@ -72,7 +72,7 @@ def _packing(problem: Problem, candidate: Candidate, unit: Unit) -> Packing:
 
 def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any]:
     config = dict(candidate.config)
-    quant, gate = problem.b.quant, problem.gate
+    quant = problem.b.quant
     tm, tn, tk = (int(part) for part in str(config["grid"]).split("x"))
     if config["pack_a"] == "none" and why_not_direct(problem, unit):
         raise KernelError(f"{candidate.id}: {why_not_direct(problem, unit)}")
@@ -104,8 +104,7 @@ def _config(problem: Problem, candidate: Candidate, unit: Unit) -> dict[str, Any
         "scale_dtype": DTYPES[quant.scale_dtype] if quant is not None else 0,
         "zero_point": quant is not None and quant.zero_point,
         "zero_offset": 8.0 if problem.b.dtype == "int4" else 0.0,
-        "steps": _encoded_steps(problem.without_gate().epilogue),
-        "gate": GATE_ACTIVATIONS.index("" if gate is None else GATES[gate.kind]),
+        **encoded_steps(problem.epilogue),
     }
 
 
@@ -123,8 +122,10 @@ def _rows_of_a_block(problem: Problem, candidate: Candidate, unit: Unit) -> int:
     return min(max(fitting, AMX_LEAST_ROWS), _MAX_ROWS)
 
 
-def _encoded_steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float, float, float]]:
-    return [
+def encoded_steps(epilogue: Epilogue) -> dict[str, Any]:
+    """Return the entries ``steps`` and ``gate`` of a C++ configuration."""
+    gate = gate_of(epilogue)
+    steps = [
         (
             STEP_KINDS.index(step.kind),
             AXES.index(step.axis),
@@ -134,11 +135,12 @@ def _encoded_steps(epilogue: Epilogue) -> list[tuple[int, int, int, bool, float,
             step.lo,
             step.hi,
         )
-        for step in epilogue
+        for step in (epilogue if gate is None else epilogue[:-1])
     ]
+    return {"steps": steps, "gate": GATE_ACTIVATIONS.index("" if gate is None else GATES[gate.kind])}
 
 
-def _aux_pointers(aux: Sequence[Tensor]) -> list[int]:
+def aux_pointers(aux: Sequence[Tensor]) -> list[int]:
     """Return (address, row stride, batch stride) of each epilogue tensor, in one flat list."""
     flat: list[int] = []
     for tensor in aux:
@@ -174,7 +176,7 @@ class PackedKernel(Kernel):
         if len(data) == 1:
             self._launch(
                 a.shape[0], a_ptr, rows, columns, b_ptr, 0, 0, 0,
-                out.data_ptr(), out.stride()[0], _aux_pointers(aux) if aux else [],
+                out.data_ptr(), out.stride()[0], aux_pointers(aux) if aux else [],
             )  # fmt: skip
             return
         self._launch(
@@ -182,7 +184,7 @@ class PackedKernel(Kernel):
             data[1].data_ptr() if self._is_quantised else 0,
             data[2].data_ptr() if self._has_zero_points else 0,
             data[1].data_ptr() if self._has_compensation else 0,
-            out.data_ptr(), out.stride()[0], _aux_pointers(aux) if aux else [],
+            out.data_ptr(), out.stride()[0], aux_pointers(aux) if aux else [],
         )  # fmt: skip
 
     def pack(self, b: Tensor | QuantWeight) -> PackedWeight:
@@ -206,13 +208,13 @@ class RawKernel(Kernel):
             require_kernel_operands(a, b)
         if a.dim() == 2:
             left, right = (a_ptr, *a.stride(), 0), (b_ptr, *b.stride(), 0)
-            self._launch(1, a.shape[0], left, right, out_ptr, out.stride()[0], 0, _aux_pointers(aux))
+            self._launch(1, a.shape[0], left, right, out_ptr, out.stride()[0], 0, aux_pointers(aux))
             return
         batch, rows, columns = a.stride()
         left = (a_ptr, rows, columns, batch)
         batch, rows, columns = b.stride()
         right = (b_ptr, rows, columns, batch)
-        pointers = _aux_pointers(aux)
+        pointers = aux_pointers(aux)
         self._launch(a.shape[0], a.shape[1], left, right, out_ptr, out.stride(1), out.stride(0), pointers)
 
 
