@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -11,9 +12,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
+from gemmtune.core.workloads import build
 from gemmtune.inductor import graph_pass, matching, plan_graph
-from gemmtune.inductor.costs import Cost
+from gemmtune.inductor.costs import Cost, pointwise_s
 from gemmtune.inductor.graph_pass import ProductPass
 from gemmtune.inductor.matching import DYNAMIC_M, find_products
 from gemmtune.inductor.options import Options
@@ -224,6 +227,28 @@ def test_problems_that_a_busy_machine_left_undecided_are_tuned_once_more(
     assert rounds[1:] == ([] if undecided is None else [rounds[0][:1]])
     warned = [record.message for record in caplog.records if "inconclusive" in record.message]
     assert len(warned) == int(undecided is None or busy_rounds == 2)
+
+
+@pytest.mark.parametrize(
+    ("gate_s", "torch_s", "chosen"),
+    [(0.95, 1.0, False), (0.85, 1.0, True), (0.85, None, False), (0.65, None, True), (0.65, 0.7, False)],
+)
+def test_gate_on_a_cpu_is_compared_with_other_forms_in_one_race(
+    gate_s: float, torch_s: float | None, chosen: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The product of both weights took 0.675 s in its own race, which is 90% of what PyTorch's took there. torch_s: the
+    seconds of PyTorch's product in the gate's race; None: unknown."""
+    behind = pointwise_s(replace(build(3, 96, 64, "bf16"), epilogue=(Step("swiglu"),)), CPU)
+    costs = {
+        ("swiglu",): Cost(gate_s, True, torch_s=None if torch_s is None else torch_s + behind),
+        (): Cost(0.675, True, torch_s=0.75),
+    }
+    monkeypatch.setattr(plan_graph, "has_own_kernels", lambda *_: True)
+    monkeypatch.setattr(
+        plan_graph, "cost_of", lambda problem, device: costs.get(tuple(s.kind for s in problem.epilogue))
+    )
+    forms = plan().choose()
+    assert any(form.gated for form in forms) == chosen
 
 
 @pytest.mark.parametrize(("gate_rows", "behind_norm"), [(1024, ("swiglu",)), (32, ())])

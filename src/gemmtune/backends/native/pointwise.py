@@ -12,6 +12,7 @@ from torch import Tensor
 from ...core.epilogue import Epilogue
 from ...core.errors import KernelError
 from ...core.memory import LOWEST_USUAL_ADDRESS
+from ...core.torch_compat import increment_version
 from .kernel import aux_pointers, encoded_steps
 from .traits import DTYPES
 
@@ -41,6 +42,7 @@ class CpuPointwise:
             return False
         m, n = acc.shape
         self._run(m, n, acc.data_ptr(), acc.stride(0), out.data_ptr(), out.stride(0), aux_pointers(aux))
+        increment_version((out,))  # as PyTorch's operators do: autograd detects stale saved tensors by it
         return True
 
 
