@@ -153,8 +153,10 @@ class RankedKernel(AnyBatch, Kernel):
 
         cublasLtMatmul does not refuse to run with less workspace than that (docs/notes/cublaslt.md).
         """
-        algorithm = self._choice[2]
+        _, own_workspace, algorithm = self._choice
         workspace = call.required_workspace(algorithm)
+        if workspace == own_workspace:
+            return self._choice
         if workspace is not None and workspace <= WORKSPACE:
             return _choice(algorithm, workspace)
         (best, *_) = call.ranked_algorithms(1, WORKSPACE, ALIGN)

@@ -188,6 +188,9 @@ class Call:
         self._preferences: dict[tuple[int, int], _LibraryObject] = {}  # by workspace and alignment
         a, b, d = (layout.pointer for layout in layouts.values())
         self._descriptors = (self._handle, self._operation.pointer, a, b, d, d)
+        self._checked = Ranked()  # the result of ``_check_algorithm``, whose last argument is its address
+        self._check_algorithm = functools.partial(library().cublasLtMatmulAlgoCheck, *self._descriptors)
+        self._checked_at = ctypes.addressof(self._checked)
         # What depends on M: the value, that for one row, and a function that sets the attribute to the value.
         self._by_m: list[tuple[ctypes.c_int64, int, Callable[[], int]]] = []
         set_attribute = library().cublasLtMatrixLayoutSetAttribute
@@ -200,7 +203,8 @@ class Call:
         """Change the descriptors to those of a product with ``m`` rows."""
         for value, per_row, set_attribute in self._by_m:
             value.value = m * per_row
-            check(set_attribute(), "setting the number of rows")
+            if status := set_attribute():
+                check(status, "setting the number of rows")
         self.m = m
 
     def ranked_algorithms(self, count: int, workspace: int, alignment: int) -> list[Ranked]:
@@ -231,11 +235,12 @@ class Call:
     def required_workspace(self, algorithm: Algorithm) -> int | None:
         """Return the bytes of workspace that an algorithm chosen for another product requires here; None where it
         cannot be used."""
-        result = Ranked()
-        status = library().cublasLtMatmulAlgoCheck(
-            *self._descriptors, ctypes.addressof(algorithm), ctypes.addressof(result)
-        )
-        return None if status or result.state else int(result.workspace)
+        result = self._checked
+        result.state = 0
+        if self._check_algorithm(ctypes.addressof(algorithm), self._checked_at) or result.state:
+            return None
+        workspace: int = result.workspace
+        return workspace
 
     def bind_run(self) -> Callable[[int, int, int, int, int, int, int], int]:
         """Return ``run(algorithm, a, b, d, scratch, workspace, stream)``, which starts the product and returns a status
