@@ -113,6 +113,10 @@ def main() -> None:
         "--budget", type=float, help="seconds to tune a problem not in the store [6, more where calls are slow]"
     )
     parser.add_argument("--no-compile", action="store_true", help="leave torch.compile out")
+    parser.add_argument(
+        "--compiled-only", action="store_true",
+        help="torch.compile and backend=gemmtune alone, whose first calls then find nothing tuned",
+    )  # fmt: skip
     args = parser.parse_args()
     plain = build(llama, args)
     runners = {"eager": Runner(plain, plain.new_cache(args.batch))}
@@ -120,11 +124,11 @@ def main() -> None:
         runners["torch.compile"] = Runner(compiled(copy.deepcopy(plain)), plain.new_cache(args.batch))
     step = torch.zeros(args.batch, args.prefill or 1, dtype=torch.int64)
     position = 0 if args.prefill else PROMPT
-    if not args.int4:  # optimize replaces modules that it knows; this one calls an operator
+    if not (args.int4 or args.compiled_only):  # optimize replaces modules that it knows; this one calls an operator
         tuned = copy.deepcopy(plain)
         gemmtune.optimize(tuned, [(step, tuned.new_cache(args.batch), position)], budget=args.budget, m=None)
         runners["gemmtune"] = Runner(tuned, plain.new_cache(args.batch))
-    if not (args.no_compile or args.int4):
+    if not (args.no_compile or args.int4 or args.compiled_only):
         second = build(_import_llama("llama_again"), args)
         gemmtune.optimize(second, [(step, second.new_cache(args.batch), position)], tune=False)
         runners["gemmtune, compiled"] = Runner(compiled(second), second.new_cache(args.batch))
@@ -132,15 +136,18 @@ def main() -> None:
         third = build(_import_llama("llama_inside"), args)
         inside = gemmtune.compile(third, options={} if args.budget is None else {"budget": args.budget})
         runners["backend=gemmtune"] = Runner(inside, third.new_cache(args.batch))
-    times = interleave_runners(runners, args)
+    ready, times = interleave_runners(runners, args)
     tokens = args.batch * max(1, args.prefill)
-    rows = {name: {"tokens_s": tokens / Spread.of(t).median, "seconds_a_step": t} for name, t in times.items()}
+    rows = {
+        name: {"tokens_s": tokens / Spread.of(t).median, "seconds_a_step": t, "first_calls_s": ready[name]}
+        for name, t in times.items()
+    }
     for name, row in rows.items():
         comparison = ""
         for other in (other for other in rows if "gemmtune" in other and other != name):
             spread = paired_ratios(times[name], times[other])
             comparison += f"   {other} is {spread.median:.2f}x [{spread.low:.2f}-{spread.high:.2f}]"
-        print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s{comparison}")
+        print(f"{name:<20}{row['tokens_s']:8.2f} tokens/s, ready after {ready[name]:3.0f} s{comparison}")
     write_results(
         "e2e",
         rows,
@@ -153,17 +160,22 @@ def main() -> None:
     )
 
 
-def interleave_runners(runners: dict[str, Runner], args: argparse.Namespace) -> dict[str, list[float]]:
-    """Return the seconds per token of every runner by round, interleaved, after one warm-up run each (which
-    compiles)."""
+def interleave_runners(
+    runners: dict[str, Runner], args: argparse.Namespace
+) -> tuple[dict[str, float], dict[str, list[float]]]:
+    """Return the seconds of every runner's first calls, which compile, and tune what was not tuned; then its seconds
+    per token by round, interleaved."""
     times: dict[str, list[float]] = {name: [] for name in runners}
-    for runner in runners.values():
+    ready: dict[str, float] = {}
+    for name, runner in runners.items():
+        begin = time.perf_counter()
         for _ in range(2 if args.prefill else 1):
             seconds_per_step(runner, args.batch, args.steps, args.prefill)
+        ready[name] = time.perf_counter() - begin
     for _ in range(args.rounds):
         for name, runner in runners.items():
             times[name].append(seconds_per_step(runner, args.batch, args.steps, args.prefill))
-    return times
+    return ready, times
 
 
 if __name__ == "__main__":
