@@ -104,8 +104,35 @@ def test_all_forms_come_first_where_nothing_is_assumed(
     decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)
+    monkeypatch.setattr(plan_graph, "is_host", lambda kind: False)
     assert kinds(plan().first_problems()) == EVERY
     assert plan().choose() == []
+
+
+@pytest.mark.parametrize(
+    ("losing", "others", "chosen"),
+    [
+        (set[tuple[str, ...]](), set[tuple[int, tuple[str, ...]]](), [1, 2]),
+        ({GATES}, NORMED_PAIR, [1]),
+        ({RESIDUAL}, {(64, ()), (64, RESIDUAL)}, [2]),
+        ({GATES, RESIDUAL}, EVERY, []),
+    ],
+)
+def test_other_forms_are_tuned_on_a_cpu_where_the_widest_is_not_faster_than_pytorch(
+    losing: set[tuple[str, ...]], others: set[tuple[int, tuple[str, ...]]], chosen: list[int],
+    decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)
+    assert kinds(plan().first_problems()) == {(96, GATES), (64, RESIDUAL)}
+    assert plan().expected_problems() == {}
+
+    def cost(problem: Problem, device: torch.device) -> Cost | None:
+        steps = tuple(step.kind for step in problem.epilogue)
+        return Cost(1e-3, steps not in losing) if steps in (GATES, RESIDUAL) else None
+
+    monkeypatch.setattr(plan_graph, "cost_of", cost)
+    assert kinds(plan().other_problems()) == others
+    assert [len(form.products) for form in plan().choose()] == chosen
 
 
 def test_other_forms_of_a_product_are_not_tuned_where_the_widest_is_fast_enough(

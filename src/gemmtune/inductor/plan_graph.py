@@ -7,8 +7,8 @@ saves the norm's kernel, if nothing else reads its result and its rows are in me
 factor save the kernel that multiplies them. The cheapest set of forms is chosen; a product stays Inductor's where no
 form of it is cheaper than PyTorch's own operator.
 
-Tuning begins with the form that includes most of each product. Where that is about as fast as the device's memory
-allows for the others (``costs.assumed_s``), the others are not tuned.
+Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
+fast as the device's memory allows for them (``costs.assumed_s``); on a CPU where it is faster than PyTorch's operators.
 """
 
 from __future__ import annotations
@@ -41,6 +41,10 @@ from .nodes import EXTERN, feeds_products, is_call, is_view, value_of, without_v
 from .wide_forms import WideForm, wide_forms
 
 _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
+# What is assumed of a product alone on a CPU, over its share of a form that includes more, which was tuned. Operations
+# take less time in a product's kernel than in one of Inductor's: 53.8 ms for a gate of 256 rows of bf16, 53.9 for its
+# product, and 1.3 for Inductor's kernel (docs/adr/0018-norms-and-gates-are-steps.md).
+_ALONE = 1.02
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
 # PyTorch's operator counts as this share of a time that was not measured in a race: the machine's speed varies.
 _UNPAIRED = 0.9
@@ -68,7 +72,7 @@ class _Alone:
 
     form: None where PyTorch's operator serves, or where the product was not tuned by itself. seconds: of its kernel.
     saved: the last node of the pointwise operations that the kernel includes, or None. is_assumed: whether the seconds
-    are those of ``assumed_s``.
+    are assumed.
     """
 
     form: Form | None
@@ -110,6 +114,7 @@ class GraphPlan:
         wide = wide_forms(products, self.groups, lambda product: self._lengths[id(product)] or product.fixed)
         self._wide = list(filter(_is_worthwhile, wide))
         self._candidates = list(self._list_candidates())
+        self._widest = self._widest_forms()
 
     @property
     def dynamic_keys(self) -> set[str]:
@@ -120,37 +125,45 @@ class GraphPlan:
     def first_problems(self) -> Problems:
         """Return the Problems to tune first, by device, with the number of products that they stand for: of the form of
         each product that includes most; of all forms where nothing could be assumed of those that are not tuned."""
-        widest = self._widest()
         return _counts(
             candidate
             for candidate in self._candidates
-            if any(widest[id(p)] is candidate or not _is_assumed(p) for p in candidate.products)
+            if any(self._widest[id(p)] is candidate or not _may_be_assumed(p) for p in candidate.products)
         )
 
     def other_problems(self) -> Problems:
         """Return the Problems of the other forms of those products that the forms of ``first_problems`` do not serve
         yet: they may be cheaper."""
-        widest = self._widest()
         served = {id(product): form.call.problem for form in self.choose() for product in form.products}
         return _counts(
             candidate
             for candidate in self._candidates
-            if any(served.get(id(p)) != widest[id(p)].problem for p in candidate.products)
+            if any(served.get(id(p)) != self._widest[id(p)].problem for p in candidate.products)
         )
 
     def expected_problems(self) -> Problems:
-        """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: those
-        without the operations behind a product, which may take longer in its kernel than in one of Inductor's."""
-        widest = self._widest()
+        """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: on a GPU
+        those without the operations behind a product, which may take longer in its kernel than in one of Inductor's."""
         return _counts(
             candidate
             for candidate in self._candidates
             if candidate.extent == _PLAIN
-            and widest[id(candidate.products[0])].extent == _FUSED
-            and _is_assumed(candidate.products[0])
+            and self._widest[id(candidate.products[0])].extent == _FUSED
+            and _assumed_s(candidate.products[0]) is not None
         )
 
-    def _widest(self) -> dict[int, _Candidate]:
+    def _assumed_alone_s(self, product: Product) -> float | None:
+        """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
+        device, widest = device_of(product), self._widest[id(product)].problem
+        seconds = _assumed_s(product)
+        if seconds is not None or not is_host(device.type):
+            return seconds
+        cost = cost_of(widest, device)
+        if cost is None or not cost.beats_torch:
+            return None
+        return _ALONE * cost.seconds * product.columns / widest.n
+
+    def _widest_forms(self) -> dict[int, _Candidate]:
         """Return the form of each product that includes most, by id."""
         widest: dict[int, _Candidate] = {}
         for candidate in sorted(self._candidates, key=lambda candidate: candidate.extent):
@@ -255,7 +268,7 @@ class GraphPlan:
             plain = cost_of(product.problem(product.fixed), device)
             is_tuned, is_assumed = plain is not None, plain is None
             if plain is None:
-                seconds = assumed_s(product.problem(product.fixed), device)
+                seconds = self._assumed_alone_s(product)
                 if seconds is None:
                     continue
                 plain = Cost(seconds, False)
@@ -369,9 +382,14 @@ def _slowness(problem: Problem, seconds: float, device: torch.device) -> float:
     return 1.0 if assumed is None else max(1.0, seconds / assumed)
 
 
-def _is_assumed(product: Product) -> bool:
-    """Whether a time is assumed of a product that was not tuned."""
-    return assumed_s(product.problem(product.fixed), device_of(product)) is not None
+def _assumed_s(product: Product) -> float | None:
+    """Return the seconds of a product by the memory's bandwidth (``costs.assumed_s``); None where that is not known."""
+    return assumed_s(product.problem(product.fixed), device_of(product))
+
+
+def _may_be_assumed(product: Product) -> bool:
+    """Whether a time may be assumed of a product that was not tuned by itself, once its widest form is decided."""
+    return is_host(device_of(product).type) or _assumed_s(product) is not None
 
 
 def device_of(product: Product) -> torch.device:
