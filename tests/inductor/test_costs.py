@@ -9,9 +9,18 @@ import pytest
 import torch
 
 from gemmtune.core.epilogue import Step
+from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import build
 from gemmtune.inductor import costs
-from gemmtune.inductor.costs import gate_read_s, has_own_kernels, layouts_of, norm_s, pointwise_s, residual_s
+from gemmtune.inductor.costs import (
+    gate_read_s,
+    has_fused_rival,
+    has_own_kernels,
+    layouts_of,
+    norm_s,
+    pointwise_s,
+    residual_s,
+)
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
@@ -49,6 +58,26 @@ def test_backends_that_compute_a_norm_are_asked_for() -> None:
     normed = replace(problem, epilogue=(Step("rms_norm", "inner", "bfloat16", value=1e-5),))
     assert not has_own_kernels(normed, CPU)
     assert norm_s(normed, GPU) == pytest.approx(4e-6 + 2 * 4 * 32 * 2 / 3e12)
+
+
+BIAS, SWIGLU = Step("bias", "col", "bfloat16"), Step("swiglu")
+
+
+@pytest.mark.parametrize(
+    ("problem", "expected"),
+    [
+        (build(4, 64, 32, "bf16"), True),
+        (replace(build(4, 64, 32, "fp32"), epilogue=(SWIGLU,)), True),
+        (replace(build(4, 64, 32, "bf16"), epilogue=(BIAS, SWIGLU)), True),
+        (replace(build(4, 64, 32, "bf16"), epilogue=(BIAS, Step("gelu"))), True),  # by oneDNN
+        (replace(build(4, 64, 32, "bf16"), epilogue=(Step("silu"), Step("mul", "full", "bfloat16"))), False),
+        (replace(build(4, 64, 32, "fp16"), epilogue=(SWIGLU,)), False),
+        (replace(build(4, 64, 32, "int8wo"), epilogue=(SWIGLU,)), False),
+        (build(4, 64, 32, "int8"), False),
+    ],
+)
+def test_races_on_cpus_have_a_fused_form_of_pytorchs(problem: Problem, expected: bool) -> None:
+    assert has_fused_rival(problem) is expected
 
 
 def test_a_fused_form_saves_a_launch_or_a_read() -> None:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from .. import backends
+from ..backends.aten.fusion import mkldnn_prefix
 from ..core.candidate import Illegal
 from ..core.devices import is_host
 from ..core.epilogue import GATES
@@ -140,6 +141,16 @@ def _activations_s(problem: Problem, device: torch.device) -> float:
     kinds = (GATES.get(step.kind, step.kind) for step in problem.epilogue)
     element_s = sum(_ACTIVATION_S.get(kind, 0.0) for kind in kinds)
     return problem.m * problem.columns * problem.batch * element_s / torch.get_num_threads()
+
+
+def has_fused_rival(problem: Problem) -> bool:
+    """Whether races on CPUs have a form of PyTorch's that computes a Problem's steps as fast as ``torch.compile``
+    would: oneDNN's, or for a gate its product with one kernel behind it. For others, and other dtypes, the candidate is
+    a product in float32, or has an operator for each step: to be faster than it does not mean to be faster than
+    ``torch.compile``."""
+    if problem.family != "mm" or problem.a.dtype not in ("float32", "bfloat16"):
+        return False
+    return problem.gate is not None or mkldnn_prefix(problem).steps == len(problem.epilogue)
 
 
 def gate_read_s(problem: Problem, device: torch.device) -> float:

@@ -8,7 +8,8 @@ factor save the kernel that multiplies them. The cheapest set of forms is chosen
 form of it is cheaper than PyTorch's own operator.
 
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
-fast as the device's memory allows for them (``costs.assumed_s``); on a CPU where it is faster than PyTorch's operators.
+fast as the device's memory allows for them (``costs.assumed_s``); on a CPU where it is faster than PyTorch's form, if
+that is one that ``torch.compile`` would run (``costs.has_fused_rival``).
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from .costs import (
     assumed_s,
     cost_of,
     gate_read_s,
+    has_fused_rival,
     has_own_kernels,
     most_rows,
     norm_s,
@@ -156,7 +158,7 @@ class GraphPlan:
         """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
         device, widest = device_of(product), self._widest[id(product)].problem
         seconds = _assumed_s(product)
-        if seconds is not None or not is_host(device.type):
+        if seconds is not None or not is_host(device.type) or not has_fused_rival(widest):
             return seconds
         cost = cost_of(widest, device)
         if cost is None or not cost.beats_torch:
@@ -248,7 +250,7 @@ class GraphPlan:
         device, chosen, end = device_of(wide.products[0]), merged.get(id(wide.products[0])), wide.end
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
-        if wide.gate is not None and is_host(device.type):
+        if wide.gate is not None and is_host(device.type) and has_fused_rival(problem):
             forms = [chosen] if chosen is not None else [single.form for single in singles]
             seconds = _seconds_in_race(cost, pointwise_s(problem, device), seconds, forms)
         if end is not None and all(single.saved is not end for single in singles):
@@ -389,7 +391,9 @@ def _assumed_s(product: Product) -> float | None:
 
 def _may_be_assumed(product: Product) -> bool:
     """Whether a time may be assumed of a product that was not tuned by itself, once its widest form is decided."""
-    return is_host(device_of(product).type) or _assumed_s(product) is not None
+    if _assumed_s(product) is not None:
+        return True
+    return is_host(device_of(product).type) and has_fused_rival(product.problem(product.fixed))
 
 
 def device_of(product: Product) -> torch.device:
