@@ -36,7 +36,7 @@ from ..core.target import Target, current_cpu
 from ..core.weights import QuantWeight
 from ..core.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
 from ..verify.inputs import Inputs, make_inputs
-from ..verify.verify import make_reference_cases, verify
+from ..verify.verify import allowed_rounding, make_reference_cases, verify
 from .problems import random_problem
 
 _EMPTY_PROBLEMS = (
@@ -273,7 +273,7 @@ def _assert_correct(kernel: Kernel, problem: Problem) -> None:
     def run(inputs: Inputs, out: Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, make_reference_cases(problem, 1))
+    verdict = verify(run, problem, make_reference_cases(problem, 1), rounding=allowed_rounding(kernel))
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
 
 

@@ -17,6 +17,7 @@ from ...core.target import Target
 from ...core.torch_compat import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Rounding
+from ..native.pointwise import cpu_pointwise_of
 from .cuda_rules import why_too_many_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix, remaining_epilogue
 from .kernel import (
@@ -82,16 +83,14 @@ class Mm(OutVariantKernel):
 
 class MmRounded(Mm):
     """``torch.mm`` (or ``addmm``), rounded to bfloat16, then the other steps by one kernel: what ``torch.compile``
-    makes of the same operations. An element of the result moves 6 bytes, one of ``MmWide``'s 10.
-
-    On CPUs for gates only: oneDNN computes other steps itself (``Mkldnn``), without rounding before them.
-    """
+    makes of the same operations. An element of the result moves 6 bytes, one of ``MmWide``'s 10."""
 
     template = "mm_rounded"
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         super().__init__(problem, candidate)
         self.rounding = Rounding(self.fused.steps, problem.a.dtype)
+        self._cpu_pointwise = cpu_pointwise_of(self.remaining, problem.a.dtype, problem.out_dtype)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -101,10 +100,6 @@ class MmRounded(Mm):
             # The product of float16 may overflow although the result is finite.
             return "what torch.compile runs for bfloat16 operands and results"
         return super().why_unsupported(problem, config)
-
-    @classmethod
-    def why_unsupported_on_cpu(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
-        return "" if problem.gate is not None else "oneDNN computes the steps without rounding before them"
 
     @classmethod
     def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
@@ -260,10 +255,10 @@ class Composite(AtenKernel):
         float32, so that ``dispatch/fallback.py`` calls it for few rows only, and which products ``_scaled_mm`` takes
         depends on the GPU.
         """
-        operator = _OPERATORS.get(problem.family)
-        if operator is None or problem.a.dtype == cls.product_dtype(problem):
+        operators = _OPERATORS.get(problem.family)
+        if operators is None or problem.a.dtype == cls.product_dtype(problem):
             return True
-        return bool(operator.why_illegal(problem, {}) or operator.why_unsupported_on_cpu(problem, {}))
+        return all(each.why_illegal(problem, {}) or each.why_unsupported_on_cpu(problem, {}) for each in operators)
 
     @classmethod
     def product_dtype(cls, problem: Problem) -> str:
@@ -287,7 +282,7 @@ class Composite(AtenKernel):
 
 # The operators of the families whose operands plain PyTorch converts only where the operator does not take them. What
 # ``torch._int_mm`` does not take on GPUs is padded instead (``IntMmPadded``).
-_OPERATORS: dict[str, type[AtenKernel]] = {"mm": Mm, "bmm": Bmm, "int_mm": IntMm}
+_OPERATORS: dict[str, tuple[type[AtenKernel], ...]] = {"mm": (Mm, MmRounded), "bmm": (Bmm,), "int_mm": (IntMm,)}
 
 
 def is_dense_layout(layout: str) -> bool:
