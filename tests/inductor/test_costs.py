@@ -70,7 +70,9 @@ BIAS, SWIGLU = Step("bias", "col", "bfloat16"), Step("swiglu")
         (replace(build(4, 64, 32, "fp32"), epilogue=(SWIGLU,)), True),
         (replace(build(4, 64, 32, "bf16"), epilogue=(BIAS, SWIGLU)), True),
         (replace(build(4, 64, 32, "bf16"), epilogue=(BIAS, Step("gelu"))), True),  # by oneDNN
-        (replace(build(4, 64, 32, "bf16"), epilogue=(Step("silu"), Step("mul", "full", "bfloat16"))), False),
+        (replace(build(4, 64, 32, "bf16"), epilogue=(Step("silu"), Step("mul", "full", "bfloat16"))), True),
+        (replace(build(4, 64, 32, "fp32"), epilogue=(BIAS, Step("gelu"))), False),  # the bias is not of float32
+        (replace(build(4, 64, 32, "fp32"), epilogue=(Step("silu"), Step("mul", "full", "float32"))), False),
         (replace(build(4, 64, 32, "fp16"), epilogue=(SWIGLU,)), False),
         (replace(build(4, 64, 32, "int8wo"), epilogue=(SWIGLU,)), False),
         (build(4, 64, 32, "int8"), False),

@@ -145,12 +145,13 @@ def _activations_s(problem: Problem, device: torch.device) -> float:
 
 def has_fused_rival(problem: Problem) -> bool:
     """Whether races on CPUs have a form of PyTorch's that computes a Problem's steps as fast as ``torch.compile``
-    would: oneDNN's, or for a gate its product with one kernel behind it. For others, and other dtypes, the candidate is
-    a product in float32, or has an operator for each step: to be faster than it does not mean to be faster than
-    ``torch.compile``."""
+    would: oneDNN's, or its product with one kernel behind it (in float32 for gates only). Of other Problems the
+    candidate is a product in float32, or has an operator for each step: to be faster than it does not mean to be faster
+    than ``torch.compile``."""
     if problem.family != "mm" or problem.a.dtype not in ("float32", "bfloat16"):
         return False
-    return problem.gate is not None or mkldnn_prefix(problem).steps == len(problem.epilogue)
+    is_rounded = problem.a.dtype == problem.out_dtype == "bfloat16"
+    return is_rounded or problem.gate is not None or mkldnn_prefix(problem).steps == len(problem.epilogue)
 
 
 def gate_read_s(problem: Problem, device: torch.device) -> float:
