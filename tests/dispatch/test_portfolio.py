@@ -165,8 +165,8 @@ def test_conversion_of_the_operands_serves_where_pytorchs_operator_is_slower(pro
 
 
 def test_conversion_that_is_plain_pytorchs_own_is_served_as_it_was() -> None:
-    wide = linear_problem(8, 8, 8, "float32")
-    for problem, served in ((wide, None), (replace(HALF, epilogue=(Step("gelu"),)), COMPOSITE)):
+    wide, narrow = linear_problem(8, 8, 8, "float32"), linear_problem(8, 8, 8, "float16")
+    for problem, served in ((wide, None), (replace(narrow, epilogue=(Step("gelu"),)), COMPOSITE)):
         point = tuned_point(composite_decision(problem))
         assert point.plain_s == 0.2
         plan = build_plan([point])
