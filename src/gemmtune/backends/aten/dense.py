@@ -17,7 +17,6 @@ from ...core.target import Target
 from ...core.torch_compat import MKLDNN_SUPPORTS, linear_pointwise, reorder_linear_weight
 from ...core.weights import PackedWeight, QuantWeight
 from ..base import Rounding
-from ..native.pointwise import cpu_pointwise_of
 from .cuda_rules import why_too_many_rows
 from .fusion import Fused, addmm_prefix, mkldnn_prefix, remaining_epilogue
 from .kernel import (
@@ -86,11 +85,11 @@ class MmRounded(Mm):
     makes of the same operations. An element of the result moves 6 bytes, one of ``MmWide``'s 10."""
 
     template = "mm_rounded"
+    has_cpu_kernel_behind = True
 
     def __init__(self, problem: Problem, candidate: Candidate) -> None:
         super().__init__(problem, candidate)
         self.rounding = Rounding(self.fused.steps, problem.a.dtype)
-        self._cpu_pointwise = cpu_pointwise_of(self.remaining, problem.a.dtype, problem.out_dtype)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:

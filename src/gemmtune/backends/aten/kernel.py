@@ -40,7 +40,8 @@ class AtenKernel(Kernel):
 
     device_types: the kinds of devices that have the op; empty for all. is_fallback: whether plain PyTorch runs the same
     op on an unpacked weight, for some Problems at least (``runs_as_pytorch``). has_plain_product: whether it differs
-    from that op only by work in front of the same product that takes as long for any M. accumulator: the dtype of the
+    from that op only by work in front of the same product that takes as long for any M. has_cpu_kernel_behind: whether
+    one kernel computes the steps behind the product on a CPU, too; gates always have one. accumulator: the dtype of the
     product; empty for that of A.
     """
 
@@ -49,6 +50,7 @@ class AtenKernel(Kernel):
     device_types: ClassVar[tuple[str, ...]] = ()
     is_fallback: ClassVar[bool] = False
     has_plain_product: ClassVar[bool] = False
+    has_cpu_kernel_behind: ClassVar[bool] = False
     counts_writes: ClassVar[bool] = True
     accumulator: ClassVar[str] = ""
     # Names in core.torch_compat of the operators that the template needs and that some versions of torch lack.
@@ -67,7 +69,7 @@ class AtenKernel(Kernel):
         self.remaining: Epilogue = remaining
         self._pointwise = steps_kernel(remaining, self.product_dtype(problem), problem.out_dtype)
         self._cpu_pointwise = None
-        if problem.gate is not None:
+        if problem.gate is not None or self.has_cpu_kernel_behind:
             self._cpu_pointwise = cpu_pointwise_of(remaining, self.product_dtype(problem), problem.out_dtype)
         self.out_dtype = dtype_of(problem.out_dtype)
         self._reduction_flag = _REDUCTION_FLAGS.get(problem.a.dtype)
