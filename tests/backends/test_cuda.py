@@ -96,6 +96,7 @@ def test_fitted_tiles_need_no_more_rounds_of_blocks_than_the_largest(
     assert Copy(1, largest) in tiles.copies
     loaded = FittedTiles(template, config, n, k, multiprocessors, tiles.copies)  # as a loaded kernel does
     assert loaded.copy_at(m) == copy
+    assert tiles.copy_at((m - 1) // tiles.rows_alike * tiles.rows_alike + 1) == copy
 
     def rounds(copy: Copy) -> int:
         rows, columns = (copy.size, bn) if template == "mixed" else (bm, copy.size * blocks)

@@ -13,10 +13,11 @@ from gemmtune.backends.aten import AtenBackend
 from gemmtune.backends.aten.steps import apply_steps
 from gemmtune.backends.base import Artifact
 from gemmtune.backends.native.pointwise import cpu_pointwise_of
-from gemmtune.core.candidate import Candidate
+from gemmtune.core.candidate import Candidate, Illegal
 from gemmtune.core.epilogue import Epilogue, Step
+from gemmtune.core.problem import Problem
 from gemmtune.core.target import current_cpu
-from gemmtune.core.workloads import linear_problem
+from gemmtune.core.workloads import linear_problem, weight_only_problem
 from gemmtune.verify.inputs import make_inputs
 
 native = pytest.importorskip("gemmtune.backends.native._native")
@@ -109,3 +110,37 @@ def test_pytorchs_product_of_bfloat16_is_rounded_before_a_gate_as_torch_compile_
     kernel.run(inputs.a, inputs.b, (), out)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(kernel.functional(inputs.a, inputs.b, ()), expected)
+
+
+def test_pytorchs_product_of_int8_weights_is_rounded_before_other_steps_for_few_rows() -> None:
+    backend, problem = AtenBackend(), replace(weight_only_problem(5, 64, 32), epilogue=(SWIGLU,))
+    candidate = Candidate.make("aten", "int8pack_rounded")
+    assert candidate in list(backend.candidates(problem, current_cpu()))
+    kernel = backend.load(Artifact(candidate, ""), problem)
+    inputs = make_inputs(problem, 0)
+    product = torch._weight_int8pack_mm(inputs.a, inputs.b.data.t(), inputs.b.scale)
+    gate, factor = product.float().chunk(2, -1)
+    expected = (torch.nn.functional.silu(gate) * factor).bfloat16()
+    out = torch.empty(5, 32, dtype=torch.bfloat16)
+    kernel.run(inputs.a, inputs.b, (), out)
+    torch.testing.assert_close(out, expected)
+    torch.testing.assert_close(kernel.functional(inputs.a, inputs.b, ()), expected)
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (weight_only_problem(5, 64, 32), "computes all that rounds"),
+        (replace(weight_only_problem(5, 64, 32), epilogue=(Step("relu"),)), "computes all that rounds"),
+        (replace(weight_only_problem(5, 64, 32, dtype="float16"), epilogue=(SWIGLU,)), "bfloat16 operands"),
+        (replace(weight_only_problem(17, 64, 32), epilogue=(SWIGLU,)), "16 rows at most"),
+        (replace(weight_only_problem(5, 64, 32, group=32), epilogue=(SWIGLU,)), "one scale per output channel"),
+    ],
+)
+def test_rounded_product_of_int8_weights_says_why_it_is_not_offered(problem: Problem, reason: str) -> None:
+    reasons = [
+        item.reason for item in AtenBackend().candidates(problem, current_cpu())
+        if isinstance(item, Illegal) and item.candidate.template == "int8pack_rounded"
+    ]  # fmt: skip
+    assert len(reasons) == 1
+    assert reason in reasons[0]

@@ -122,6 +122,20 @@ def test_what_kernels_remember_of_sizes_is_bounded(fake: FakeDriver, monkeypatch
     assert all(1 <= len(known) <= 2 for known in values)
 
 
+def test_descriptors_are_apart_and_outlive_the_cache(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are allocated together, and than the cache keeps."""
+    monkeypatch.setattr(driver, "MAX_TENSOR_MAPS", 50)
+    maps = driver.TensorMaps(Tma(3, 2, 9, (64, 32)), 256, 264, clips_boxes=True)
+    made = [maps[rows, 4096 * rows] for rows in range(1, 101)]
+    assert len(maps) <= 50
+    assert maps[100, 409600] is made[-1]
+    assert all(each.address % 128 == 0 for each in made)
+    assert len({each.address for each in made}) == 100
+    for rows, each in enumerate(made, 1):
+        fields = list((ctypes.c_uint64 * 7).from_address(each.address))
+        assert fields == [4096 * rows, 512, 256, rows, 528, 32, min(64, rows)]
+
+
 def test_launch_passes_batch_strides(fake: FakeDriver) -> None:
     problem = bmm_problem(3, 20, 72, 128, "bfloat16")
     kernel, inputs = load_kernel(fake, problem), make_inputs(problem, 0)

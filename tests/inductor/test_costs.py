@@ -10,7 +10,7 @@ import torch
 
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
-from gemmtune.core.workloads import build
+from gemmtune.core.workloads import build, weight_only_problem
 from gemmtune.inductor import costs
 from gemmtune.inductor.costs import (
     gate_read_s,
@@ -74,7 +74,14 @@ BIAS, SWIGLU = Step("bias", "col", "bfloat16"), Step("swiglu")
         (replace(build(4, 64, 32, "fp32"), epilogue=(BIAS, Step("gelu"))), False),  # the bias is not of float32
         (replace(build(4, 64, 32, "fp32"), epilogue=(Step("silu"), Step("mul", "full", "float32"))), False),
         (replace(build(4, 64, 32, "fp16"), epilogue=(SWIGLU,)), False),
-        (replace(build(4, 64, 32, "int8wo"), epilogue=(SWIGLU,)), False),
+        (weight_only_problem(4, 64, 32), True),  # by _weight_int8pack_mm
+        (replace(weight_only_problem(4, 64, 32), epilogue=(BIAS, SWIGLU)), True),
+        (replace(weight_only_problem(4, 64, 32, dtype="float32"), epilogue=(SWIGLU,)), True),
+        (replace(weight_only_problem(4, 64, 32, dtype="float16"), epilogue=(SWIGLU,)), False),
+        (replace(weight_only_problem(4, 64, 32), epilogue=(Step("rms_norm", "inner", "bfloat16"), SWIGLU)), True),
+        (replace(weight_only_problem(17, 64, 32), epilogue=(SWIGLU,)), False),
+        (weight_only_problem(4, 64, 32, group=32), False),
+        (weight_only_problem(4, 64, 32, bits=4), False),
         (build(4, 64, 32, "int8"), False),
     ],
 )

@@ -17,17 +17,13 @@ from ..backends.aten.cpu_rules import int_mm_takes_uint8
 from ..backends.aten.cuda_narrow import scaled_wide
 from ..backends.aten.cuda_rules import why_fp8_unsupported, why_scales_unsupported
 from ..backends.aten.fusion import addmm_prefix
-from ..backends.aten.quantized import ScaledMm, dequantize, int8pack, nibbles, scaled_operands
+from ..backends.aten.quantized import INT8PACK_ROWS, ScaledMm, dequantize, int8pack, nibbles, scaled_operands
 from ..backends.aten.steps import apply_steps, dtype_of, normalize_rows, round_to_dtype, wide_dtype
 from ..core.call import Call
 from ..core.epilogue import tensor_count
 from ..core.torch_compat import int_mm, weight_int8pack_mm
 from ..core.weights import QuantWeight
 from .torch_state import needs_torch
-
-# Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
-_INT8PACK_ROWS = 16
-
 
 _WIDE = (torch.float32, torch.float64, torch.int32)  # they are not converted, which would cost a tenth of the call
 # A function of a Call's a, b and aux.
@@ -176,4 +172,4 @@ def _weight_only(a: Tensor, b: QuantWeight, _: Sequence[Tensor]) -> Tensor:
 def _takes_int8pack(a: Tensor, b: QuantWeight) -> bool:
     usual = type(a) is Tensor and a.device.type == "cpu" and a.dtype == b.scale.dtype and a.dtype != torch.float64
     legal = a.shape[1] % 16 == 0 and a.numel() > 0 and b.data.shape[1] > 0 and b.data.t().is_contiguous()
-    return usual and legal and a.shape[0] <= _INT8PACK_ROWS and weight_int8pack_mm is not None
+    return usual and legal and a.shape[0] <= INT8PACK_ROWS and weight_int8pack_mm is not None

@@ -10,6 +10,7 @@ import torch
 
 from .. import backends
 from ..backends.aten.fusion import mkldnn_prefix
+from ..backends.aten.quantized import INT8PACK_ROWS, Int8Pack, Int8PackRounded
 from ..core.candidate import Illegal
 from ..core.devices import is_host
 from ..core.epilogue import GATES
@@ -145,9 +146,13 @@ def _activations_s(problem: Problem, device: torch.device) -> float:
 
 def has_fused_rival(problem: Problem) -> bool:
     """Whether races on CPUs have a form of PyTorch's that computes a Problem's steps as fast as ``torch.compile``
-    would: oneDNN's, or its product with one kernel behind it (in float32 for gates only). Of other Problems the
-    candidate is a product in float32, or has an operator for each step: to be faster than it does not mean to be faster
-    than ``torch.compile``."""
+    would: oneDNN's, its product with one kernel behind it (in float32 for gates only), or, for few rows by int8
+    weights, ``_weight_int8pack_mm`` with one kernel behind it. Of other Problems the candidate is a product in float32,
+    or has an operator for each step: to be faster than it does not mean to be faster than ``torch.compile``."""
+    if problem.family == "mixed_mm":
+        return problem.m <= INT8PACK_ROWS and any(
+            not template.why_illegal(problem.without_norm(), {}) for template in (Int8Pack, Int8PackRounded)
+        )
     if problem.family != "mm" or problem.a.dtype not in ("float32", "bfloat16"):
         return False
     is_rounded = problem.a.dtype == problem.out_dtype == "bfloat16"

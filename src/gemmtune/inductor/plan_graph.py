@@ -250,7 +250,7 @@ class GraphPlan:
         device, chosen, end = device_of(wide.products[0]), merged.get(id(wide.products[0])), wide.end
         singles = [alone[id(product)] for product in wide.products] if chosen is None else []
         seconds = sum(single.seconds for single in singles) if chosen is None else chosen.seconds
-        if wide.gate is not None and is_host(device.type) and has_fused_rival(problem):
+        if wide.gate is not None and is_host(device.type) and has_fused_rival(problem) and problem.family == "mm":
             forms = [chosen] if chosen is not None else [single.form for single in singles]
             seconds = _seconds_in_race(cost, pointwise_s(problem, device), seconds, forms)
         if end is not None and all(single.saved is not end for single in singles):
@@ -343,8 +343,8 @@ def _seconds_in_race(cost: Cost, gate_s: float, seconds: float, forms: Sequence[
     ``cost``; ``seconds``, which they took in their own races, where that is not known.
 
     A CPU's speed differs by 5% and more from one race to the next, and a gate saves less. PyTorch's product was timed
-    in all races: in that of the gate with a kernel behind it that takes ``gate_s``. forms: None where PyTorch's
-    operator serves.
+    in all races: in that of the gate with a kernel behind it that takes ``gate_s`` (of int8 weights, the plain op with
+    a gate is another product). forms: None where PyTorch's operator serves.
     """
     served = [form for form in forms if form is not None]
     costs = [cost_of(form.call.problem, device_of(form.products[0])) for form in served]

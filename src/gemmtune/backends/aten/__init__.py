@@ -47,13 +47,23 @@ from .dense import (
 )
 from .kernel import AtenKernel
 from .norm import NormThen
-from .quantized import Dequantized, Int4Pack, Int8Pack, IntMm, IntMmCopied, IntMmTransposed, ScaledMm, unpack_quantized
+from .quantized import (
+    Dequantized,
+    Int4Pack,
+    Int8Pack,
+    Int8PackRounded,
+    IntMm,
+    IntMmCopied,
+    IntMmTransposed,
+    ScaledMm,
+    unpack_quantized,
+)
 
 _BUILTIN: tuple[type[AtenKernel], ...] = (
     Mm, MmRounded, Mkldnn, MmTransposed, MmCopied, MmWide, MmActivated, MmPadded, MmPaddedOnce, Bmm, BmmTransposed,
     BmmWide, IntMm, IntMmTransposed, IntMmCopied, IntMmPadded, IntMmPaddedOnce, Upcast, UpcastRounded, UpcastConverted,
-    Int8Pack, Int4Pack, Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmRounded, ScaledMmWide, UpcastOnce, Dequantized,
-    Composite,
+    Int8Pack, Int8PackRounded, Int4Pack, Int4PackCuda, ScaledMm, ScaledMmPadded, ScaledMmRounded, ScaledMmWide,
+    UpcastOnce, Dequantized, Composite,
 )  # fmt: skip
 _BY_NAME: dict[str, type[AtenKernel]] = {template.template: template for template in _BUILTIN}
 

@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...core.candidate import Scalar
+from ...core.candidate import Candidate, Scalar
+from ...core.epilogue import Epilogue
 from ...core.problem import Layout, Problem
 from ...core.target import Target
 from ...core.torch_compat import (
@@ -20,6 +21,7 @@ from ...core.torch_compat import (
     weight_int8pack_mm,
 )
 from ...core.weights import PackedWeight, QuantWeight
+from ..base import Rounding
 from .cpu_rules import why_no_row_scales, why_no_uint8
 from .cuda_rules import (
     why_byte_layout_unsupported,
@@ -40,6 +42,8 @@ from .padding import canonical_strides, cpu_int_mm, int_operands, int_product, s
 from .steps import dtype_of
 
 _HALVES = ("bfloat16", "float16")
+# Beyond this many rows converting the weight pays, because _weight_int8pack_mm reuses nothing between rows.
+INT8PACK_ROWS = 16
 
 
 def nibbles(weight: QuantWeight) -> Tensor:
@@ -170,6 +174,7 @@ class Int8Pack(AtenKernel):
 
     template = "int8pack"
     is_fallback = True
+    has_cpu_kernel_behind = True
     operators = ("weight_int8pack_mm",)
     family = ("mixed_mm",)
 
@@ -192,6 +197,34 @@ class Int8Pack(AtenKernel):
 
     def product(self, a: Tensor, b: Any, aux: Sequence[Tensor]) -> Tensor:
         return int8pack(a, b)
+
+
+class Int8PackRounded(Int8Pack):
+    """``torch._weight_int8pack_mm``, rounded to bfloat16, then the steps of the epilogue by one kernel: what
+    ``torch.compile`` makes of the same operations. For few rows only, as ``dispatch.fallback``."""
+
+    template = "int8pack_rounded"
+    is_fallback = False
+    device_types = ("cpu",)
+
+    def __init__(self, problem: Problem, candidate: Candidate) -> None:
+        super().__init__(problem, candidate)
+        self.rounding = Rounding(0, problem.a.dtype)
+
+    @classmethod
+    def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
+        if super().remaining_steps(problem)[0] is not None:
+            return "_weight_int8pack_mm computes all that rounds"
+        if {problem.a.dtype, problem.out_dtype} != {"bfloat16"}:
+            # The product of float16 may overflow although the result is finite.
+            return "what torch.compile runs for bfloat16 operands and results"
+        if problem.m > INT8PACK_ROWS:
+            return f"_weight_int8pack_mm reuses nothing between rows; it is offered for {INT8PACK_ROWS} rows at most"
+        return super().why_unsupported(problem, config)
+
+    @classmethod
+    def remaining_steps(cls, problem: Problem) -> tuple[Epilogue | None, str]:
+        return problem.epilogue, ""
 
 
 def int8pack(a: Tensor, b: QuantWeight) -> Tensor:

@@ -20,6 +20,7 @@ _STAGES = {MIXED: mixed_stages, SLAB: slab_stages}
 # The values of ``fitted``: of ``slab``, and of ``mixed``, for which stores may have 1 to 3 from versions with other
 # copies, with which those kernels were verified.
 SIZE, SIZE_AND_SPLIT = 1, 4
+_LEAST_STEP = 8  # all sizes of ``mixed`` are multiples of it
 _STEP = 16  # between sizes; each is a kernel of its own, which takes the compiler half a second
 # Where so many blocks share K, reading the weight takes most of the time. They do so in one round only: in a version
 # with three blocks 4096x4096 took 82 us at M = 645 in more rounds, with two 44 (int4 weights, H100).
@@ -64,7 +65,8 @@ class Copy(NamedTuple):
 class FittedTiles:
     """The tiles of a fitted kernel for a weight [K, N], on a device with a number of multiprocessors.
 
-    copies: those that are built, ascending.
+    copies: those that are built, ascending. rows_alike: M that need equally many blocks of so many rows have the same
+    copy.
     """
 
     def __init__(
@@ -75,9 +77,10 @@ class FittedTiles:
         self._columns = -(-n // self._bn)  # tiles of ``mixed`` along N
         self._cluster, self._multiprocessors = int(config.get("cluster", 1)), multiprocessors
         self._largest = int(config[_AXES[template]])
+        self.rows_alike = _LEAST_STEP if template == MIXED else self._bm
         self._set_copies(copies or self._possible_copies(int(config["split"])))
         if not copies and template == MIXED:
-            needed = {self.copy_at(m) for m in range(1, _SCANNED_ROWS, 8)}  # sizes are multiples of 8
+            needed = {self.copy_at(m) for m in range(1, _SCANNED_ROWS, self.rows_alike)}
             self._set_copies({*needed, Copy(1, self._largest)})
 
     def _set_copies(self, copies: Iterable[Copy]) -> None:
@@ -106,7 +109,11 @@ class FittedTiles:
         least = _LEAST if self._bn == _NARROW else max(_LEAST, self._largest // 3)
         step = _STEP if split < _MANY_BLOCKS else _STEP_OF_MANY
         eights = range(self._largest // 2, _EIGHTS_BELOW) if split == 1 else range(0)
-        return [size for size in range(least, self._largest) if size % step == 0 or (size % 8 == 0 and size in eights)]
+        return [
+            size
+            for size in range(least, self._largest)
+            if size % step == 0 or (size % _LEAST_STEP == 0 and size in eights)
+        ]
 
     def copy_at(self, m: int) -> Copy:
         """Return the copy for M rows: for each number of blocks that share K, tiles are the smallest with which there
@@ -119,7 +126,7 @@ class FittedTiles:
         best, least_time = None, math.inf
         is_mixed = self._template == MIXED
         fixed, fitted, per_tile = (self._columns, m, 1) if is_mixed else (-(-m // self._bm), self._n, self._cluster)
-        for split, sizes in self._sizes.items():  # in one function, since a call with a new M waits for it
+        for split, sizes in self._sizes.items():
             clusters = self._clusters_of[split]
             rounds = -(-fixed * -(-fitted // (sizes[-1] * per_tile)) // clusters)
             most_tiles = rounds * clusters // fixed  # along the fitted axis

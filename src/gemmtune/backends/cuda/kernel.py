@@ -14,6 +14,8 @@ from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.kernel import GridKernel, LoadedCubin, TmaKernel
 from .fitted import Copy, FittedTiles, is_fitted
 
+_LISTED_ROWS = 4096  # the M whose copies a launch of a fitted kernel knows beforehand
+
 
 class Skinny(GridKernel):
     """The template ``skinny``: a block, or a cluster of blocks, for each tile.
@@ -59,9 +61,12 @@ class _FittableKernel(TmaKernel):
     def _by_copy(self, values_of: Callable[[LoadedCubin], Any], device: int) -> Callable[[int], Any] | None:
         if not self._cubins:
             return None
-        copy_at = self._tiles_on(device).copy_at
+        tiles = self._tiles_on(device)
+        copy_at, rows = tiles.copy_at, tiles.rows_alike
         of_copies = {copy: values_of(cubin) for copy, cubin in self._cubins.items()}
-        return lambda m: of_copies[copy_at(m)](m)
+        # A first call with an M waits for this function, so that most M find their copy in a list.
+        listed = [of_copies[copy_at(m)] for m in range(1, _LISTED_ROWS + 1, rows)]
+        return lambda m: (listed[(m - 1) // rows] if 0 < m <= _LISTED_ROWS else of_copies[copy_at(m)])(m)
 
 
 class Mixed(_FittableKernel):

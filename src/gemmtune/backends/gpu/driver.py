@@ -36,7 +36,7 @@ _CAPTURING = 1  # CU_STREAM_CAPTURE_STATUS_ACTIVE
 _RELAXED = 2  # CU_STREAM_CAPTURE_MODE_RELAXED
 _NON_BLOCKING = 1  # CU_STREAM_NON_BLOCKING
 _PDL_ATTRIBUTE = 6  # CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-MAX_TENSOR_MAPS = 2048  # of one TensorMaps, each of some 900 bytes
+MAX_TENSOR_MAPS = 2048  # of one TensorMaps, each of some 400 bytes
 _EARLY_BLOCKS = 8  # of a multiprocessor, at most: with more blocks it is faster to let the next kernel begin late
 
 
@@ -330,12 +330,18 @@ class LaunchArgs(threading.local):
 
 
 _Sizes, _Boxes = ctypes.c_uint64 * 2, ctypes.c_uint32 * 2
+# The memory of the arguments that change from one descriptor to the next: the addresses of the descriptor and of the
+# matrix, the matrix's columns and rows, the columns and rows that TMA loads at a time.
+_ENCODING_FORMAT = "4Q2I"
+_MAPS_AT_ONCE = 32  # descriptors whose memory is allocated together
 
 
-class TensorMap(ctypes.c_uint8 * (2 * _TENSOR_MAP_BYTES)):  # type: ignore[misc]
-    """The memory of a TMA descriptor (CUtensorMap). address: the descriptor's, a multiple of 128."""
+class TensorMap(NamedTuple):
+    """A TMA descriptor (CUtensorMap). address: the descriptor's, a multiple of 128. memory: what must stay alive while
+    the address is used; several descriptors share it."""
 
     address: int
+    memory: Any
 
 
 class TensorMaps(dict[tuple[int, int], TensorMap]):
@@ -347,19 +353,19 @@ class TensorMaps(dict[tuple[int, int], TensorMap]):
 
     def __init__(self, tma: Tma, columns: int, lead: int, clips_boxes: bool = False) -> None:
         self._box_rows, self._columns, self._clips_boxes = tma.block[0], columns, clips_boxes
-        self._lock, self._map, self._matrix = threading.Lock(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._sizes, self._box = _Sizes(columns, 0), _Boxes(tma.block[1], self._box_rows)
-        # The arguments of CUDA's function are converted once, and changed where they differ: converting them takes
-        # ctypes longer than the function does.
+        self._box_columns, self._lock, self._unused = tma.block[1], threading.Lock(), _empty_maps()
+        # The arguments of CUDA's function are converted once, and their memory is changed where they differ: a first
+        # call with an M waits for this.
+        self._changes = bytearray(struct.calcsize(_ENCODING_FORMAT))
         self._encode = functools.partial(
             driver().cuTensorMapEncodeTiled,
-            self._map,
+            ctypes.c_void_p.from_buffer(self._changes, 0),
             ctypes.c_int(tma.dtype),
             ctypes.c_uint32(2),
-            self._matrix,
-            self._sizes,
+            ctypes.c_void_p.from_buffer(self._changes, 8),
+            _Sizes.from_buffer(self._changes, 16),
             (ctypes.c_uint64 * 1)(lead * tma.element),
-            self._box,
+            _Boxes.from_buffer(self._changes, 32),
             _Boxes(1, 1),
             ctypes.c_int(0),
             ctypes.c_int(tma.swizzle),
@@ -369,13 +375,12 @@ class TensorMaps(dict[tuple[int, int], TensorMap]):
 
     def __missing__(self, key: tuple[int, int]) -> TensorMap:
         rows, pointer = key
-        result = TensorMap()
-        start = ctypes.addressof(result)
-        result.address = start + -start % _TENSOR_MAP_BYTES
         with self._lock:
-            self._map.value, self._matrix.value = result.address, pointer
-            self._sizes[1] = rows
-            self._box[1] = min(self._box_rows, rows) if self._clips_boxes else self._box_rows
+            if not self._unused:
+                self._unused = _empty_maps()
+            result = self._unused.pop()
+            box_rows = min(self._box_rows, rows) if self._clips_boxes else self._box_rows
+            _pack_encoding(self._changes, 0, result.address, pointer, self._columns, rows, self._box_columns, box_rows)
             status = self._encode()
         if status:
             _check(status, f"describing a [{rows}, {self._columns}] matrix to TMA")
@@ -383,3 +388,14 @@ class TensorMaps(dict[tuple[int, int], TensorMap]):
             self.clear()
         self[key] = result
         return result
+
+
+_pack_encoding = struct.Struct(_ENCODING_FORMAT).pack_into
+
+
+def _empty_maps() -> list[TensorMap]:
+    """Return descriptors that describe nothing yet."""
+    memory = (ctypes.c_uint8 * ((_MAPS_AT_ONCE + 1) * _TENSOR_MAP_BYTES))()
+    start = ctypes.addressof(memory)
+    first = start + -start % _TENSOR_MAP_BYTES
+    return [TensorMap(first + index * _TENSOR_MAP_BYTES, memory) for index in range(_MAPS_AT_ONCE)]
