@@ -62,6 +62,15 @@ def kinds(problems: Problems | Iterable[tuple[Problem, int]]) -> set[tuple[int, 
     return {(problem.n, tuple(step.kind for step in problem.epilogue)) for problem in listed}
 
 
+ONE_OF_TWO = ("one of two",)  # in place of the kinds of the steps, of which a product that may be merged has none
+
+
+def other_kinds() -> tuple[set[tuple[int, tuple[str, ...]]], set[tuple[int, tuple[str, ...]]]]:
+    """Return ``kinds`` of the two sets of other Problems of ``block``."""
+    others, parts = plan().other_problems()
+    return kinds(others), kinds(parts)
+
+
 NORMED_PAIR = {(48, ()), (96, ()), (96, GATES), (96, ("rms_norm",)), (96, ("swiglu",))}
 LESS_WIDE = NORMED_PAIR - {(96, GATES)}
 SLOW: dict[tuple[str, ...], float] = {(): 5.0, ("rms_norm",): 5.0, ("swiglu",): 5.0}
@@ -71,11 +80,11 @@ EVERY = NORMED_PAIR | {(64, ()), (64, RESIDUAL)}
 @pytest.fixture
 def decided(monkeypatch: pytest.MonkeyPatch) -> dict[tuple[str, ...], float]:
     """Have kernels for every form, and assume 1 second of products that were not tuned. Returns the seconds of tuned
-    Problems by the kinds of their steps; the test fills it."""
+    Problems by the kinds of their steps, or ONE_OF_TWO; the test fills it."""
     seconds: dict[tuple[str, ...], float] = {}
 
     def cost(problem: Problem, device: torch.device) -> Cost | None:
-        steps = tuple(step.kind for step in problem.epilogue)
+        steps = ONE_OF_TWO if problem.n == 48 else tuple(step.kind for step in problem.epilogue)
         return Cost(seconds[steps], True) if steps in seconds else None
 
     monkeypatch.setattr(plan_graph, "has_own_kernels", lambda *_: True)
@@ -131,7 +140,7 @@ def test_other_forms_are_tuned_on_a_cpu_where_the_widest_is_not_faster_than_pyto
         return Cost(1e-3, steps not in losing) if steps in (GATES, RESIDUAL) else None
 
     monkeypatch.setattr(plan_graph, "cost_of", cost)
-    assert kinds(plan().other_problems()) == others
+    assert other_kinds() == (others, set())
     assert [len(form.products) for form in plan().choose()] == chosen
 
 
@@ -139,25 +148,39 @@ def test_other_forms_of_a_product_are_not_tuned_where_the_widest_is_fast_enough(
     decided: dict[tuple[str, ...], float],
 ) -> None:
     decided |= {GATES: 1.9, RESIDUAL: 0.9}  # for two products, and for one
-    assert plan().other_problems() == {}
+    assert other_kinds() == (set(), set())
     assert [len(form.products) for form in plan().choose()] == [1, 2]
 
 
+PART = {(48, ())}
+
+
 @pytest.mark.parametrize(
-    ("times", "others"),
+    ("times", "others", "parts"),
     [
-        ({GATES: 2.1, RESIDUAL: 0.9}, NORMED_PAIR),
-        ({GATES: 1.9, RESIDUAL: 1.1}, {(64, ()), (64, RESIDUAL)}),
-        ({RESIDUAL: 0.9}, NORMED_PAIR),
-        ({}, EVERY),
+        ({GATES: 2.1, RESIDUAL: 0.9}, NORMED_PAIR - PART, PART),
+        ({GATES: 1.9, RESIDUAL: 1.1}, {(64, ()), (64, RESIDUAL)}, set()),
+        ({RESIDUAL: 0.9}, NORMED_PAIR - PART, PART),
+        ({}, EVERY - PART, PART),
     ],
 )
 def test_other_forms_are_tuned_where_the_widest_is_slower_than_assumed_of_them(
     times: dict[tuple[str, ...], float], others: set[tuple[int, tuple[str, ...]]],
+    parts: set[tuple[int, tuple[str, ...]]],
     decided: dict[tuple[str, ...], float],
 ) -> None:  # fmt: skip
     decided |= times
-    assert kinds(plan().other_problems()) == others
+    assert other_kinds() == (others, parts)
+
+
+@pytest.mark.parametrize("merged_s", [1.9, 2.1])
+def test_parts_of_a_merged_product_are_tuned_where_they_are_assumed_to_be_cheaper(
+    merged_s: float, decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each of two parts is assumed to take 1 second, and the merged product is not limited by arithmetic."""
+    monkeypatch.setattr(plan_graph, "_slowness", lambda *_: 1.0)
+    decided |= {GATES: 2.1, ("rms_norm",): 5.0, ("swiglu",): 5.0, RESIDUAL: 0.9, (): merged_s}
+    assert other_kinds()[1] == (PART if merged_s > 2.0 else set())
 
 
 def test_product_without_its_residual_is_expected_to_follow(
@@ -165,7 +188,7 @@ def test_product_without_its_residual_is_expected_to_follow(
 ) -> None:
     assert kinds(plan().expected_problems()) == {(64, ())}
     decided |= {GATES: 2.1, RESIDUAL: 1.1}
-    assert plan().expected_problems().items() <= plan().other_problems().items()
+    assert plan().expected_problems().items() <= plan().other_problems()[0].items()
     monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)
     assert plan().expected_problems() == {}  # all forms come first
 
@@ -180,7 +203,7 @@ def test_parts_of_a_merged_product_are_assumed_to_be_as_slow_beside_their_traffi
     graph = trace(lambda x, w, u: (F.linear(x, w), F.linear(x, u)), X, W, U).graph
     products, _ = find_products(graph, frozenset(list(graph.nodes)[1:3]), emulate=False)
     two = GraphPlan(products)
-    assert two.other_problems() == {}
+    assert two.other_problems() == ({}, {})
     assert [len(form.products) for form in two.choose()] == [2]
 
 
@@ -210,14 +233,25 @@ def test_worker_that_tuned_the_widest_forms_tunes_the_others(
     decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rounds = tune_in_rounds(monkeypatch, {GATES: 2.1, RESIDUAL: 0.9}, SLOW, decided=decided)
-    assert rounds == [{(96, GATES), (64, RESIDUAL)}, LESS_WIDE]
+    assert rounds == [{(96, GATES), (64, RESIDUAL)}, LESS_WIDE - PART]
+
+
+@pytest.mark.parametrize("merged_s", [2.0, 3.0])
+def test_parts_of_a_merged_product_are_not_tuned_where_it_is_cheaper(
+    merged_s: float, decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The merged product is limited by arithmetic if it takes 3 seconds; so are its parts."""
+    merged: dict[tuple[str, ...], float] = {(): merged_s, ("rms_norm",): 5.0, ("swiglu",): 5.0}
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda problem, _: 1.0 if problem.n == 48 else 1.9)
+    rounds = tune_in_rounds(monkeypatch, {GATES: 3.5, RESIDUAL: 0.9}, merged, decided=decided)
+    assert rounds == [{(96, GATES), (64, RESIDUAL)}, LESS_WIDE - PART]
 
 
 def test_later_process_tunes_only_what_an_earlier_one_left(
     decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     decided |= {GATES: 2.1, RESIDUAL: 0.9}
-    assert tune_in_rounds(monkeypatch, SLOW, decided=decided) == [LESS_WIDE]
+    assert tune_in_rounds(monkeypatch, SLOW, decided=decided) == [LESS_WIDE - PART]
     assert tune_in_rounds(monkeypatch, decided=decided) == []
 
 
@@ -225,7 +259,7 @@ def test_forms_that_could_not_be_tuned_are_not_asked_for_again(
     decided: dict[tuple[str, ...], float], own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     widest = {(96, GATES), (64, RESIDUAL)}
-    assert tune_in_rounds(monkeypatch, {}, {}, decided=decided) == [widest, EVERY - widest]
+    assert tune_in_rounds(monkeypatch, {}, {}, {}, decided=decided) == [widest, EVERY - widest - PART, PART]
 
 
 @pytest.mark.parametrize(("busy_rounds", "undecided"), [(1, 1), (2, 1), (1, None)])

@@ -122,8 +122,8 @@ class ProductPass(CustomGraphPass):
 
     def _tune_on(self, device: torch.device, plan: GraphPlan) -> bool:
         """Tune a device's Problems that the store has no decision for, by one worker. Return whether there are any."""
-        dynamic, first, others = plan.dynamic_keys, plan.first_problems(), plan.other_problems
-        missing = self._untuned(first, device, dynamic) or self._untuned(others(), device, dynamic)
+        dynamic, first = plan.dynamic_keys, plan.first_problems()
+        missing = self._untuned(first, device, dynamic) or self._untuned_others(plan, device, dynamic)
         store = RUNTIME.store()
         if not missing or store is None:
             return bool(missing)
@@ -134,7 +134,7 @@ class ProductPass(CustomGraphPass):
         with closing(pool):
             while free:
                 self._tune_dynamic(free, device, pool, dynamic)
-                free = self._untuned(_only(others(), dynamic, True), device, dynamic)
+                free = self._untuned_others(plan, device, dynamic, True)
             if fixed:
                 more = functools.partial(self._other_problems, plan, device, dynamic)
                 expected = [
@@ -179,12 +179,23 @@ class ProductPass(CustomGraphPass):
         self.asked |= {problem.key for problem, _ in missing}
         return missing
 
+    def _untuned_others(
+        self, plan: GraphPlan, device: torch.device, dynamic: Collection[str], is_dynamic: bool | None = None
+    ) -> list[tuple[Problem, int]]:
+        """Return the Problems of ``GraphPlan.other_problems`` that were not tuned: the parts of merged products where
+        there are no others. dynamic, is_dynamic: as for ``_only``; None: both kinds."""
+        for problems in plan.other_problems():
+            kind = problems if is_dynamic is None else _only(problems, dynamic, is_dynamic)
+            if missing := self._untuned(kind, device, dynamic):
+                return missing
+        return []
+
     def _other_problems(
         self, plan: GraphPlan, device: torch.device, dynamic: Collection[str]
     ) -> list[tuple[Problem, int]]:
         """Return the Problems of a fixed M to tune after the first ones, by the decisions for these."""
         RUNTIME.refresh(RUNTIME.store())
-        others = self._untuned(_only(plan.other_problems(), dynamic, False), device, dynamic)
+        others = self._untuned_others(plan, device, dynamic, False)
         if others:
             log.info("tuning %d other problems of the graph", len(others))
         return others

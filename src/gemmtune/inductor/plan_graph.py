@@ -133,15 +133,30 @@ class GraphPlan:
             if any(self._widest[id(p)] is candidate or not _may_be_assumed(p) for p in candidate.products)
         )
 
-    def other_problems(self) -> Problems:
+    def other_problems(self) -> tuple[Problems, Problems]:
         """Return the Problems of the other forms of those products that the forms of ``first_problems`` do not serve
-        yet: they may be cheaper."""
-        served = {id(product): form.call.problem for form in self.choose() for product in form.products}
-        return _counts(
+        yet, since they may be cheaper; and those to tune after them: the parts of merged products, of which a time is
+        assumed that is cheaper than the product."""
+        forms = self.choose()
+        served = {id(product): form.call.problem for form in forms for product in form.products}
+        merged = {id(product) for form in forms if len(form.products) > 1 for product in form.products}
+        others = [
             candidate
             for candidate in self._candidates
             if any(served.get(id(p)) != self._widest[id(p)].problem for p in candidate.products)
+        ]
+        parts = [candidate for candidate in others if self._is_assumed_part(candidate)]
+        return (
+            _counts(candidate for candidate in others if candidate not in parts),
+            _counts(candidate for candidate in parts if id(candidate.products[0]) not in merged),
         )
+
+    def _is_assumed_part(self, candidate: _Candidate) -> bool:
+        """Whether a candidate is one product of several that may be merged, and a time is assumed of it. It is too
+        little, so that the product need not be tuned where the merged one is cheaper."""
+        product = candidate.products[0]
+        is_part = candidate.extent == _PLAIN and len(self._widest[id(product)].products) > 1
+        return is_part and self._assumed_alone_s(product) is not None
 
     def expected_problems(self) -> Problems:
         """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: on a GPU
