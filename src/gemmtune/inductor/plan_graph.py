@@ -9,7 +9,7 @@ form of it is cheaper than PyTorch's own operator.
 
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
 fast as the device's memory allows for them (``costs.assumed_s``); on a CPU where it is faster than PyTorch's form, if
-that is one that ``torch.compile`` would run (``costs.has_fused_rival``).
+that is one that ``torch.compile`` would run (``costs.has_fused_rival``). The parts of merged products come last.
 """
 
 from __future__ import annotations
