@@ -183,10 +183,10 @@ def test_parts_of_a_merged_product_are_tuned_where_they_are_assumed_to_be_cheape
     assert other_kinds()[1] == (PART if merged_s > 2.0 else set())
 
 
-def test_product_without_its_residual_is_expected_to_follow(
+def test_products_without_residual_norm_and_gate_are_expected_to_follow(
     decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert kinds(plan().expected_problems()) == {(64, ())}
+    assert kinds(plan().expected_problems()) == {(64, ()), (96, ())}
     decided |= {GATES: 2.1, RESIDUAL: 1.1}
     assert plan().expected_problems().items() <= plan().other_problems()[0].items()
     monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: None)

@@ -344,14 +344,14 @@ GPU = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=1
 
 
 @pytest.mark.parametrize(("target", "latency", "expected"), [
-    (GPU, "graph", [[1, 2], [3], [4], [5]]), (GPU, "eager", [[], [], [], []]),
+    (GPU, "graph", [[1, 2, 3, 4], [5], [6], [7]]), (GPU, "eager", [[], [], [], []]),
     (current_cpu(), "graph", [[], [], [], []]),
 ])  # fmt: skip
 def test_problems_are_built_ahead_while_a_worker_starts_and_a_gpu_times(
     target: Target, latency: str, expected: list[list[int]], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A problem and the one after it are built, each once, and none where builds would disturb the host's clock. After
-    the last one come those that may follow. Those of the one after it wait for others, and are more."""
+    """A problem and the three after it are built, each once, and none where builds would disturb the host's clock. After
+    the last one come those that may follow. Those of later problems wait for others, and are more."""
     monkeypatch.setattr("gemmtune.backends.triton.triton_version", lambda: "3.6.0")  # nothing is compiled here
     built: list[int] = []
 
@@ -363,7 +363,7 @@ def test_problems_are_built_ahead_while_a_worker_starts_and_a_gpu_times(
             assert max(templates.values()) == (12 if later else 6)
             built.append(problem.m)
 
-    problems = [build(m, 256, 512, "bf16") for m in (1, 2, 3, 4, 5, 6)]
+    problems = [build(m, 256, 512, "bf16") for m in range(1, 9)]
     pool = WorkerPool(target, True, None, "graph")
     pool.builders, pool.pending, pool.expected = FakeBuilders(), problems[:4], problems[4:]  # type: ignore[assignment]
     tuner = Tuner(target, ("triton",), store, latency=latency)  # type: ignore[arg-type]

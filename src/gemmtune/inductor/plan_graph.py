@@ -160,13 +160,18 @@ class GraphPlan:
 
     def expected_problems(self) -> Problems:
         """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: on a GPU
-        those without the operations behind a product, which may take longer in its kernel than in one of Inductor's."""
-        return _counts(
-            candidate
-            for candidate in self._candidates
-            if candidate.extent == _PLAIN
-            and self._widest[id(candidate.products[0])].extent == _FUSED
-            and _assumed_s(candidate.products[0]) is not None
+        those without norms, gates and other operations, which may take longer in a product's kernel than in one of
+        Inductor's."""
+        return _counts(candidate for candidate in self._candidates if self._is_expected(candidate))
+
+    def _is_expected(self, candidate: _Candidate) -> bool:
+        product = candidate.products[0]
+        widest = self._widest[id(product)]
+        return (
+            candidate.extent in (_PLAIN, _MERGED)
+            and candidate is not widest
+            and len(candidate.products) == len(widest.products)
+            and _assumed_s(product) is not None
         )
 
     def _assumed_alone_s(self, product: Product) -> float | None:
