@@ -5,12 +5,13 @@
 
 A small weight of each family is tuned for all M of a range. Then ``--count`` random M are called twice in the same
 order, each time on new operands: by PyTorch's own op, by gemmtune's op with the weight raw and packed, and by the
-product of a compiled graph (``inductor.CallSite``). What the first call of an M takes longer than its second, which
-comes after calls with all other M, is what a new M costs. Host time is the time in which the calling thread is busy: a
-GPU's stream is idle before each call, and a CPU's kernel is part of both. There is a line for each backend that serves
-some of the M: where that is PyTorch's own op, a new M costs what it costs PyTorch, too, unless the library remembers
-the M from "PyTorch", which is measured first: on CPUs oneDNN makes a primitive for it, on GPUs cuBLAS chooses a kernel.
-Raw data is written to benchmarks/results/ (or to $OUT).
+product of a compiled graph (``inductor.CallSite``), each of which has M that are drawn anew. What the first call of an
+M takes longer than its second, which comes after calls with all other M, is what a new M costs. Host time is the time
+in which the calling thread is busy: a GPU's stream is idle before each call, and a CPU's kernel is part of both. There
+is a line for each backend that serves some of the M. Where that is PyTorch's own op, a new M costs what it costs
+PyTorch, too, unless the library remembers the M: on CPUs oneDNN makes a primitive for it, on GPUs cuBLAS chooses a
+kernel. So PyTorch's op is called with the M of each of gemmtune's ways beforehand. Raw data is written to
+benchmarks/results/ (or to $OUT).
 """
 
 from __future__ import annotations
@@ -155,9 +156,13 @@ def main() -> None:
         gemmtune.tune([problem], m=range(1, last + 1), budget=args.budget, device=device)
         RUNTIME.refresh()
         b = make_inputs(problem, 0, device=device).b
-        for name, way in calls_of(problem, b).items():
+        ways = calls_of(problem, b)
+        for name, way in ways.items():
             first = 17 if family == "int8" else 2  # the least M that torch._int_mm takes on a GPU
-            sizes = random.Random(family).sample(range(first, last + 1), args.count + 20)
+            sizes = random.Random(f"{family} {name}").sample(range(first, last + 1), args.count + 20)
+            if name != "PyTorch":
+                with torch.inference_mode():
+                    time_calls(problem, b, sizes, ways["PyTorch"])
             with torch.inference_mode(name != "compiled graph"):
                 passes = [time_calls(problem, b, sizes, way)[20:] for _ in range(2)]  # the first ones load kernels
             served = backends_of(problem, b, name, sizes[20:])

@@ -576,8 +576,13 @@ def test_tune_decides_and_the_decisions_serve(latency: Any, own_store: MemorySto
         fp8_problem(16, 256, 512),
     ]  # fmt: skip
     decisions = gemmtune.tune(problems, budget=2.0, store=own_store, device="cuda", latency=latency)
-    assert [decision.outcome in ("winner", "tie") for decision in decisions] == [True] * 4
-    assert own_store.get(current_target("cuda"), problems[0].key) is not None
+    # The host's clock times eager calls: on a busy host such a problem may stay undecided, and is not stored then.
+    undecided = ("inconclusive",) if latency == "eager" else ()
+    assert {decision.outcome for decision in decisions} <= {"winner", "tie", *undecided}
+    decided = {problem.key for problem, decision in zip(problems, decisions, strict=True)
+               if decision.outcome != "inconclusive"}  # fmt: skip
+    assert decided
+    assert {decision.problem_key for decision in own_store.decisions(current_target("cuda"))} == decided
     x, w = torch.randn(16, 512, device=GPU).bfloat16(), torch.randn(256, 512, device=GPU).bfloat16()
     for _ in range(2):
         assert_close(gemmtune.linear(x, w), x.double() @ w.t().double())

@@ -350,8 +350,8 @@ GPU = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 62914560), cores=1
 def test_problems_are_built_ahead_while_a_worker_starts_and_a_gpu_times(
     target: Target, latency: str, expected: list[list[int]], store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A problem and the three after it are built, each once, and none where builds would disturb the host's clock. After
-    the last one come those that may follow. Those of later problems wait for others, and are more."""
+    """A problem and the three after it are built, each once, and none where builds would disturb the host's clock.
+    After the last one come those that may follow. Those of later problems wait for others, and are more."""
     monkeypatch.setattr("gemmtune.backends.triton.triton_version", lambda: "3.6.0")  # nothing is compiled here
     built: list[int] = []
 
