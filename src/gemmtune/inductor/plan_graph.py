@@ -135,8 +135,8 @@ class GraphPlan:
 
     def other_problems(self) -> tuple[Problems, Problems]:
         """Return the Problems of the other forms of those products that the forms of ``first_problems`` do not serve
-        yet, since they may be cheaper; and those to tune after them: the parts of merged products, of which a time is
-        assumed that is cheaper than the product."""
+        yet, since they may be cheaper; and Problems to tune after these: the parts of products that may be merged,
+        where the times that are assumed of the parts are less than the merged product's."""
         forms = self.choose()
         served = {id(product): form.call.problem for form in forms for product in form.products}
         merged = {id(product) for form in forms if len(form.products) > 1 for product in form.products}
