@@ -366,10 +366,11 @@ class Elimination:
     def _raw_needs_own_test(self) -> bool:
         """Whether the raw layout needs a paired test of its own: the leading challenger or baseline uses another
         layout."""
-        leaders = (self._fastest_active(baselines=True), self._fastest_active(baselines=False))
         raw = [entry for entry in self.entries if entry.raw and entry.times and entry.stage != "failed"]
-        both_sides = {entry.is_baseline for entry in raw} == {True, False}
-        return both_sides and any(entry is not None and not entry.raw for entry in leaders)
+        if {entry.is_baseline for entry in raw} != {True, False}:  # asked before each pair, and ranking takes time
+            return False
+        leaders = (self._fastest_active(baselines=True), self._fastest_active(baselines=False))
+        return any(entry is not None and not entry.raw for entry in leaders)
 
     def _update_far_apart(self) -> None:
         """Update ``far_apart``: whether the leader and the best baseline are far apart."""

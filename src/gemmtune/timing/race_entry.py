@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
 
+import numpy as np
+
 from ..core.decision import Sample, Stage
 from ..core.verdict import VerdictKind
 from .clock import Run
@@ -93,14 +95,14 @@ def ranked(entries: Sequence[RaceEntry]) -> list[RaceEntry]:
     entry's own times depends on how many of its rounds fell into which second; within a round all entries run under
     equal conditions.
     """
-    shared_rounds = set.intersection(*(set(entry.times) for entry in entries)) if entries else set()
+    if len(entries) < 2:
+        return list(entries)
+    shared_rounds = set.intersection(*(set(entry.times) for entry in entries))
     if not shared_rounds:
         return sorted(entries, key=lambda entry: entry.median)
-    round_medians = {round_: median(entry.times[round_] for entry in entries) for round_ in shared_rounds}
-    return sorted(
-        entries,
-        key=lambda entry: median(entry.times[round_] / round_median for round_, round_median in round_medians.items()),
-    )
+    times = np.array([[entry.times[round_] for round_ in shared_rounds] for entry in entries])
+    relative = np.median(times / np.median(times, axis=0), axis=1)
+    return [entries[index] for index in np.argsort(relative, kind="stable")]
 
 
 def fastest(entries: Sequence[RaceEntry]) -> RaceEntry | None:
