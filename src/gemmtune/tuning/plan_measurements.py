@@ -204,7 +204,8 @@ class Measurements:
         surcharged: False for their times as they were measured."""
         names = [name for name, kernel in self.pool.items() if (kernel.packing or "") == packing]
         surcharges = self.surcharges if surcharged else {}
-        slower = {m: surcharge_at(surcharges, packing, m) for name in names for m in self.times[name]}
+        sizes = {m for name in names for m in self.times[name]}
+        slower = {m: surcharge_at(surcharges, packing, m) for m in sizes}
         times = {
             name: {m: s if self.pool[name].is_plain else s * slower[m] for m, s in self.times[name].items()}
             for name in names
