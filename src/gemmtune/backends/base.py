@@ -65,7 +65,7 @@ CAPTURE_FACTS = CaptureFacts()
 
 class Rounding(NamedTuple):
     """A rounding to ``dtype`` of what the first ``steps`` steps of an epilogue return; with 0 steps, of the product
-    (a weight-only one before it is scaled)."""
+    (a weight-only one before or after it is scaled)."""
 
     steps: int
     dtype: str
@@ -80,7 +80,7 @@ class Kernel(ABC):
     ``can_overlap``; set it before the first call. counts_writes: whether ``run`` writes ``out`` through PyTorch's ops,
     which increment the version counter of ``out`` (autograd detects stale saved tensors by this counter); for other
     kernels dispatch increments it. rounding: a rounding before the last one, for which verification allows; only what
-    plain PyTorch runs may have one.
+    PyTorch runs, eagerly or compiled, may have one.
     """
 
     candidate: Candidate

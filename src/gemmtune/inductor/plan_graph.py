@@ -140,20 +140,16 @@ class GraphPlan:
         forms = self.choose()
         served = {id(product): form.call.problem for form in forms for product in form.products}
         merged = {id(product) for form in forms if len(form.products) > 1 for product in form.products}
-        others = [
-            candidate
-            for candidate in self._candidates
-            if any(served.get(id(p)) != self._widest[id(p)].problem for p in candidate.products)
-        ]
-        parts = [candidate for candidate in others if self._is_assumed_part(candidate)]
-        return (
-            _counts(candidate for candidate in others if candidate not in parts),
-            _counts(candidate for candidate in parts if id(candidate.products[0]) not in merged),
-        )
+        others: list[_Candidate] = []
+        parts: list[_Candidate] = []
+        for candidate in self._candidates:
+            if any(served.get(id(p)) != self._widest[id(p)].problem for p in candidate.products):
+                (parts if self._is_assumed_part(candidate) else others).append(candidate)
+        return _counts(others), _counts(part for part in parts if id(part.products[0]) not in merged)
 
     def _is_assumed_part(self, candidate: _Candidate) -> bool:
-        """Whether a candidate is one product of several that may be merged, and a time is assumed of it. It is too
-        little, so that the product need not be tuned where the merged one is cheaper."""
+        """Whether a candidate is one product alone, of several that may be merged, for which a time is assumed. It
+        takes no less than that, so that it need not be tuned where the merged product is cheaper."""
         product = candidate.products[0]
         is_part = candidate.extent == _PLAIN and len(self._widest[id(product)].products) > 1
         return is_part and self._assumed_alone_s(product) is not None
@@ -165,6 +161,8 @@ class GraphPlan:
         return _counts(candidate for candidate in self._candidates if self._is_expected(candidate))
 
     def _is_expected(self, candidate: _Candidate) -> bool:
+        """Whether a candidate is the widest form of its products without all that surrounds them, and a GPU's bandwidth
+        tells a time that may be less than that form's."""
         product = candidate.products[0]
         widest = self._widest[id(product)]
         return (

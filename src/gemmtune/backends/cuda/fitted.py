@@ -35,7 +35,7 @@ _NARROW = 64  # columns
 # their weights while these still run. A tile of 32 rows by int4 weights is 13% slower with 18 stages than one of 64
 # rows with 5 (4096x4096, H100).
 _LEAST_BESIDE = 5
-_SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; larger M need no others
+SCANNED_ROWS = 4096  # copies of ``mixed`` are those that M up to here need; larger M need no others
 # The time of a round, in rows of a tile that a block multiplies with K = 4096: what it takes besides (most of it the
 # conversion of the weight), and for the exchange of sums where blocks share K, which does not grow with K. The choices
 # between a round of one block and a round of two, and between two rounds and three, in 230 measured pairs (int8 and
@@ -65,8 +65,8 @@ class Copy(NamedTuple):
 class FittedTiles:
     """The tiles of a fitted kernel for a weight [K, N], on a device with a number of multiprocessors.
 
-    copies: those that are built, ascending. rows_alike: M that need equally many blocks of so many rows have the same
-    copy.
+    copies: those that are built, ascending. rows_alike: the copy for M rows depends on how many
+    blocks of so many rows they fill.
     """
 
     def __init__(
@@ -80,8 +80,7 @@ class FittedTiles:
         self.rows_alike = _LEAST_STEP if template == MIXED else self._bm
         self._set_copies(copies or self._possible_copies(int(config["split"])))
         if not copies and template == MIXED:
-            needed = {self.copy_at(m) for m in range(1, _SCANNED_ROWS, self.rows_alike)}
-            self._set_copies({*needed, Copy(1, self._largest)})
+            self._set_copies({*self._scan(), Copy(1, self._largest)})
 
     def _set_copies(self, copies: Iterable[Copy]) -> None:
         self.copies = tuple(sorted(copies))
@@ -89,6 +88,15 @@ class FittedTiles:
         for copy in self.copies:
             self._sizes.setdefault(copy.split, []).append(copy.size)
         self._clusters_of = {split: self._clusters(split) for split in self._sizes}
+
+    def _scan(self) -> list[Copy]:
+        """Return the copies for M up to SCANNED_ROWS: one for each ``rows_alike`` M."""
+        return [self.copy_at(m) for m in range(1, SCANNED_ROWS + 1, self.rows_alike)]
+
+    @functools.cached_property
+    def listed(self) -> list[Copy]:
+        """The copies for M up to SCANNED_ROWS; that for M rows is at ``(M - 1) // rows_alike``."""
+        return self._scan()
 
     def _possible_copies(self, most: int) -> list[Copy]:
         """Return the copies that may be the best for some M. most: blocks that share K.

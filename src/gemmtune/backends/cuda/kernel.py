@@ -12,9 +12,7 @@ from ..gpu.artifact import Header
 from ..gpu.driver import Function
 from ..gpu.int4 import INT4_BLOCKS
 from ..gpu.kernel import GridKernel, LoadedCubin, TmaKernel
-from .fitted import Copy, FittedTiles, is_fitted
-
-_LISTED_ROWS = 4096  # the M whose copies a launch of a fitted kernel knows beforehand
+from .fitted import SCANNED_ROWS, Copy, FittedTiles, is_fitted
 
 
 class Skinny(GridKernel):
@@ -62,11 +60,10 @@ class _FittableKernel(TmaKernel):
         if not self._cubins:
             return None
         tiles = self._tiles_on(device)
-        copy_at, rows = tiles.copy_at, tiles.rows_alike
         of_copies = {copy: values_of(cubin) for copy, cubin in self._cubins.items()}
         # A first call with an M waits for this function, so that most M find their copy in a list.
-        listed = [of_copies[copy_at(m)] for m in range(1, _LISTED_ROWS + 1, rows)]
-        return lambda m: (listed[(m - 1) // rows] if 0 < m <= _LISTED_ROWS else of_copies[copy_at(m)])(m)
+        listed, rows, copy_at = [of_copies[copy] for copy in tiles.listed], tiles.rows_alike, tiles.copy_at
+        return lambda m: (listed[(m - 1) // rows] if 0 < m <= SCANNED_ROWS else of_copies[copy_at(m)])(m)
 
 
 class Mixed(_FittableKernel):
