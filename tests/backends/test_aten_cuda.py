@@ -551,3 +551,19 @@ def test_kernels_tuned_at_one_m_serve_every_m(m: int, tuned: int, monkeypatch: p
             result = kernel.functional(a.as_subclass(OnGpu), weight, ())  # type: ignore[attr-defined]
             assert torch.equal(result.as_subclass(torch.Tensor), expected)
             assert result.is_contiguous()
+
+
+def test_operands_are_converted_to_a_wide_dtype_only_where_pytorch_has_no_narrower_product() -> None:
+    assert illegal_reasons(BFLOAT16)["aten/composite"] == "mm multiplies narrower operands"
+    assert "int_mm_pad" in illegal_reasons(int_problem(1, 64, 64))["aten/composite"]
+    weight_only = weight_only_problem(1, 64, 128)
+    assert illegal_reasons(weight_only)["aten/dequant"] == "upcast_once multiplies narrower operands"
+    assert "upcast_rounded" in illegal_reasons(weight_only)["aten/composite"]
+    for problem in (
+        linear_problem(4, 8, 8, "float32"),  # nothing to convert
+        replace(BFLOAT16, out_dtype="float32"),  # torch.mm rounds
+        weight_only_problem(1, 64, 128, bits=4, group=32, zero_point=True),
+    ):
+        assert "aten/composite" in legal_candidates(problem)
+    assert "aten/dequant" in legal_candidates(weight_only_problem(1, 64, 128, bits=4, group=32, zero_point=True))
+    assert "aten/composite" in legal_candidates(BFLOAT16, current_cpu())

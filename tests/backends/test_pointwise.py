@@ -83,6 +83,18 @@ def test_matrices_that_it_does_not_take(launches: list[tuple[int, ...]]) -> None
     assert launches == []
 
 
+def test_operands_at_unaligned_addresses_are_left_to_aten(launches: list[tuple[int, ...]]) -> None:
+    """Triton would compile code of its own for them."""
+    kernel = pointwise_of((Step("add", "full", "float32"),), "float32", "float32")
+    acc, out = operands(n=64)
+    moved = torch.randn(4 * 64 + 1)[1:].view(4, 64).as_subclass(OnGpu)
+    assert kernel is not None
+    for values, added, target in ((moved, out, acc[:, :64]), (out, moved, acc[:, :64]), (out, out, moved)):
+        assert not kernel.run(values, (added,), target)
+    assert launches == []
+    assert kernel.run(out, (out,), acc[:, :64])
+
+
 def test_nothing_is_compiled_while_a_graph_is_captured(
     launches: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -183,6 +183,34 @@ def test_parts_of_a_merged_product_are_tuned_where_they_are_assumed_to_be_cheape
     assert other_kinds()[1] == (PART if merged_s > 2.0 else set())
 
 
+@pytest.mark.parametrize(
+    ("seconds", "rows", "beats_torch", "is_tuned"),
+    [(20e-6, 64, True, False), (20e-6, 65, True, True), (20e-6, 64, False, True), (200e-6, 64, True, True)],
+)
+def test_product_whose_residual_form_is_fast_is_not_tuned_by_itself_for_few_rows_on_a_gpu(
+    seconds: float, rows: int, beats_torch: bool, is_tuned: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The bandwidth allows 10 us for the product; one with a residual takes longer, by less than an addition costs."""
+    monkeypatch.setattr(plan_graph, "is_host", lambda _: False)
+    monkeypatch.setattr(plan_graph, "has_own_kernels", lambda *_: True)
+    monkeypatch.setattr(plan_graph, "assumed_s", lambda *_: 10e-6)
+    monkeypatch.setattr(
+        plan_graph, "cost_of", lambda problem, _: Cost(seconds, beats_torch) if problem.epilogue else None
+    )
+    x, residual = torch.randn(rows, 64).bfloat16(), torch.randn(rows, 48).bfloat16()
+    graph = trace(lambda x, w, r: F.linear(x, w) + r, x, W, residual).graph
+    products, _ = find_products(graph, frozenset(list(graph.nodes)[1:2]), emulate=False)
+    one = GraphPlan(products)
+    plain = {(48, ())}
+    assert kinds(one.first_problems()) == {(48, RESIDUAL)}
+    assert kinds(one.expected_problems()) == (plain if rows > 64 else set())
+    others, parts = one.other_problems()
+    assert (plain <= kinds(others), parts) == (is_tuned, {})
+    if beats_torch and not is_tuned:
+        (form,) = one.choose()
+        assert [step.kind for step in form.call.problem.epilogue] == ["add"]
+
+
 def test_products_without_residual_norm_and_gate_are_expected_to_follow(
     decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch
 ) -> None:

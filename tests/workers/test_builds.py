@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -10,11 +11,12 @@ from pathlib import Path
 import pytest
 
 from gemmtune import backends
+from gemmtune.backends.artifacts import artifacts_directory
 from gemmtune.backends.base import Artifact
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Verdict
 from gemmtune.core.problem import Operand, Problem
-from gemmtune.core.target import current_cpu
+from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import toy_compiler
 from gemmtune.workers import builds, host_pool
 from gemmtune.workers.builds import Builders, BuildLimits
@@ -69,6 +71,27 @@ def test_builds_run_in_parallel() -> None:
     assert all(isinstance(artifact, Artifact) for artifact in results.values())
 
 
+@pytest.mark.skipif(not hasattr(os, "nice") or os.nice(0) > 4, reason="the niceness cannot be raised by 15")
+def test_builds_beside_a_gpu_leave_the_processors_to_what_is_needed_first() -> None:
+    gpu = Target("cuda", "H200", "9.0")
+
+    def written(name: str) -> int:
+        deadline = time.monotonic() + 60.0
+        while not (path := artifacts_directory() / name).exists() or not path.read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        return int(path.read_text())
+
+    with Builders(BuildLimits(builders=2)) as pool:
+        pool(PROBLEM, [toy_candidate("nice", me="host")], TARGET)
+        assert written("host") == os.nice(0)
+        pool(PROBLEM, [toy_candidate("nice", me="now")], gpu)
+        pool.ahead(PROBLEM, [toy_candidate("nice", me="soon")], gpu)
+        pool.ahead(PROBLEM, [toy_candidate("nice", me="later")], gpu, later=True)
+        steps = [written(name) - os.nice(0) for name in ("now", "soon", "later")]
+    assert 0 < steps[0] < steps[1] < steps[2]
+
+
 def test_each_build_has_a_new_process(monkeypatch: pytest.MonkeyPatch) -> None:
     host_events: list[str] = []
 
@@ -116,9 +139,9 @@ def started_builds(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     started: list[str] = []
     build = builds._Jobs.build
 
-    def record_build(jobs: builds._Jobs, candidate: Candidate) -> Artifact | Verdict:
+    def record_build(jobs: builds._Jobs, candidate: Candidate, turn: builds._Turn) -> Artifact | Verdict:
         started.append(candidate.id)
-        return build(jobs, candidate)
+        return build(jobs, candidate, turn)
 
     monkeypatch.setattr(builds._Jobs, "build", record_build)
     return started

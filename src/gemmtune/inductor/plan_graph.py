@@ -8,8 +8,9 @@ factor save the kernel that multiplies them. The cheapest set of forms is chosen
 form of it is cheaper than PyTorch's own operator.
 
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
-fast as the device's memory allows for them (``costs.assumed_s``); on a CPU where it is faster than PyTorch's form, if
-that is one that ``torch.compile`` would run (``costs.has_fused_rival``). The parts of merged products come last.
+fast as the device's memory allows for them (``costs.assumed_s``), nor, of few rows, where it is faster than PyTorch's
+form and only adds operations behind one product; on a CPU where it is faster than PyTorch's form, if that is one that
+``torch.compile`` would run (``costs.has_fused_rival``). The parts of merged products come last.
 """
 
 from __future__ import annotations
@@ -47,6 +48,9 @@ _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 # take less time in a product's kernel than in one of Inductor's: 53.8 ms for a gate of 256 rows of bf16, 53.9 for its
 # product, and 1.3 for Inductor's kernel (docs/adr/0018-norms-and-gates-are-steps.md).
 _ALONE = 1.02
+# What a residual adds to a product's kernel on a GPU for up to _FEW_ROWS rows: 0.7 us in the mean of four products of
+# 16 and 64 rows, 0.0 to 1.4 (H200, benchmarks/results/compile-residuals-h200-20261130.txt).
+_RESIDUAL_S, _FEW_ROWS = 0.7e-6, 64
 _CLEAR = 0.99  # a form must take at most this share of the time of the forms that it replaces
 # PyTorch's operator counts as this share of a time that was not measured in a race: the machine's speed varies.
 _UNPAIRED = 0.9
@@ -170,18 +174,29 @@ class GraphPlan:
             and candidate is not widest
             and len(candidate.products) == len(widest.products)
             and _assumed_s(product) is not None
+            and not self._is_told_by_residual(product)
         )
 
     def _assumed_alone_s(self, product: Product) -> float | None:
         """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
         device, widest = device_of(product), self._widest[id(product)].problem
-        seconds = _assumed_s(product)
-        if seconds is not None or not is_host(device.type) or not has_fused_rival(widest):
+        seconds, is_told = _assumed_s(product), self._is_told_by_residual(product)
+        if not is_told and (seconds is not None or not is_host(device.type) or not has_fused_rival(widest)):
             return seconds
         cost = cost_of(widest, device)
         if cost is None or not cost.beats_torch:
-            return None
+            return seconds
+        if is_told:
+            return max(seconds or 0.0, cost.seconds - _RESIDUAL_S)
         return _ALONE * cost.seconds * product.columns / widest.n
+
+    def _is_told_by_residual(self, product: Product) -> bool:
+        """Whether the time of a product that was not tuned by itself is assumed from that of its widest form: on a GPU
+        of few rows, where that adds only a residual and the operations before it."""
+        widest, length = self._widest[id(product)], self._lengths[id(product)]
+        if is_host(device_of(product).type) or widest.extent != _FUSED or length is None:
+            return False
+        return widest.problem.m <= _FEW_ROWS and _adds_residual(product, length)
 
     def _widest_forms(self) -> dict[int, _Candidate]:
         """Return the form of each product that includes most, by id."""

@@ -44,7 +44,8 @@ class ToyCompiler(Backend):
 
     The build of a ``slow`` candidate sleeps for its config's ``seconds``. The build of a ``meets`` candidate, which is
     not listed, waits until the build of another one is running: its config has its own name ``me`` and that of the
-    ``other``.
+    ``other``. The build of a ``nice`` one, which is not listed either, writes its process's niceness into a file that
+    is called ``me`` in its config.
     """
 
     name = "toy"
@@ -89,6 +90,8 @@ def _misbehave(kind: str, candidate: Candidate, folder: Path) -> None:
             (folder / str(candidate["me"])).touch()
             while not (folder / str(candidate["other"])).exists():
                 time.sleep(0.01)
+        case "nice":
+            (folder / str(candidate["me"])).write_text(str(os.nice(0)), encoding="ascii")
         case "fails":
             raise KernelError("does not compile")
         case "unsupported":

@@ -26,6 +26,7 @@ from ..backends.location import artifacts_in
 from ..core import plugins
 from ..core.candidate import Candidate
 from ..core.decision import Verdict
+from ..core.devices import is_host
 from ..core.errors import WorkerError
 from ..core.problem import Problem
 from ..core.target import Target
@@ -123,7 +124,7 @@ class Builders:
                 with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
                     return early_build.future.result()
             with slots.acquired(_Turn.NOW):
-                return jobs.build(candidate)
+                return jobs.build(candidate, _Turn.NOW)
 
         futures |= {candidate.id: pool.submit(build, candidate) for candidate in compiled}
         pool.shutdown(wait=False)  # its threads end after their builds
@@ -194,7 +195,9 @@ class Builders:
         with slots.acquired(turn):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
-            return _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(candidate)
+            return _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(
+                candidate, turn
+            )
 
     def _is_missing(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
         return _existing_artifact(problem, candidate, target, self._artifacts) is None
@@ -252,6 +255,12 @@ class _Turn(IntEnum):
     NOW = 0  # a call waits for it
     SOON = 1
     LATER = 2
+
+
+# On GPUs, where candidates are timed while others are built. Beside two builds for each processor the worker's Python
+# code takes two to three times as long, 1.1 times where these have a niceness of 10
+# (benchmarks/results/build-niceness-h200-20261130.txt).
+_NICENESS = {_Turn.NOW: 5, _Turn.SOON: 10, _Turn.LATER: 15}
 
 
 class _BuildSlots:
@@ -313,22 +322,22 @@ class _Jobs:
     memory: int
     artifacts: Path | None
 
-    def build(self, candidate: Candidate) -> Artifact | Verdict:
+    def build(self, candidate: Candidate, turn: _Turn) -> Artifact | Verdict:
         """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started.
 
         A build whose host ended is repeated once, in a new one: another process of the host may have caused it.
         """
         host = self.ready_host()
         try:
-            built = self._build_in(host, candidate)
+            built = self._build_in(host, candidate, turn)
             if not isinstance(built, Verdict) or built.kind != "crashed" or host.alive or self.running.ended:
                 return built
         except WorkerStartError:
             if host.alive or self.running.ended:
                 raise
-        return self._build_in(self.ready_host(), candidate)
+        return self._build_in(self.ready_host(), candidate, turn)
 
-    def _build_in(self, host: Host, candidate: Candidate) -> Artifact | Verdict:
+    def _build_in(self, host: Host, candidate: Candidate, turn: _Turn) -> Artifact | Verdict:
         with contextlib.closing(Process(host, self.limits.build_s)) as process, self.running.include(process):
             try:
                 guests, modules, artifacts = backends.plugins(), plugins.modules(), path_or_none(self.artifacts)
@@ -337,7 +346,8 @@ class _Jobs:
             except (Lost, WorkerError) as error:
                 raise WorkerStartError(f"no process to build in could be started: {error}") from error
             try:
-                process.send(Build(self.problem.to_dict(), candidate.to_dict(), self.memory))
+                niceness = 0 if is_host(self.target.device) else _NICENESS[turn]
+                process.send(Build(self.problem.to_dict(), candidate.to_dict(), self.memory, niceness))
                 built = expect(process.reply(self.limits.build_s, ignore), Built)
             except Lost as lost:
                 return lost.verdict

@@ -34,7 +34,7 @@ from ..verify.recheck import recheck
 from ..verify.reference_cases import ReferenceCase, case_for_rows, make_reference_cases
 from ..verify.row_stack import RowCountVerifier
 from ..verify.verify import Run, allowed_rounding, guarded, verify
-from .limits import limit_memory
+from .limits import limit_memory, lower_priority
 from .orphans import kill_descendants
 from .protocol import (
     AlgorithmsNamed,
@@ -142,6 +142,7 @@ class RequestHandler:
                 confirmed = self._require_job().confirm(Candidate.from_dict(request.candidate))
                 return Confirmed(self._kill_orphans() or confirmed.verdict)
             case Build():
+                lower_priority(request.niceness)
                 limit_memory(request.memory)
                 candidate = Candidate.from_dict(request.candidate)
                 return build(Problem.from_dict(request.problem), candidate, self._require_timing().target)

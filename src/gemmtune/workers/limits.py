@@ -1,7 +1,9 @@
-"""Limits of a worker process: its memory, and no core dumps."""
+"""Limits of a worker process: its memory, its share of the processors, and no core dumps."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from pathlib import Path
 
 
@@ -23,6 +25,14 @@ def limit_memory(allowance: int) -> None:
         resource.setrlimit(resource.RLIMIT_DATA, (soft, hard))
     except (ImportError, OSError, ValueError):
         return
+
+
+def lower_priority(niceness: int) -> None:
+    """Add ``niceness`` (0 to 19) to this process's niceness, which the processes that it starts inherit. Does nothing
+    where the platform has none, or refuses."""
+    if niceness:
+        with contextlib.suppress(AttributeError, OSError):
+            os.nice(niceness)
 
 
 def no_core_dumps() -> None:

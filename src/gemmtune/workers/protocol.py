@@ -115,11 +115,13 @@ class NameAlgorithms(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Build(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open."""
+    """Request to build one candidate and nothing else: no operands are prepared. memory: as in Open. niceness: added to
+    the process's."""
 
     problem: dict[str, Any]
     candidate: dict[str, Any]
     memory: int = 0
+    niceness: int = 0
 
 
 class Ready(msgspec.Struct, tag=True, forbid_unknown_fields=True):

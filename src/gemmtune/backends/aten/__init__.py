@@ -1,7 +1,7 @@
 """ATen: every formulation that PyTorch itself offers, each verified and raced like any other candidate.
 
-The first legal candidate of a problem is the op that PyTorch's users would call. ``composite`` is legal for every
-problem.
+The first legal candidate of a problem is the op that PyTorch's users would call. ``composite`` computes every problem.
+On GPUs it is legal where no other template of PyTorch's own is, or where it has nothing to convert.
 """
 
 from __future__ import annotations
@@ -107,8 +107,31 @@ def _why_illegal(
     template: type[AtenKernel], problem: Problem, config: Mapping[str, Scalar], target: Target | None
 ) -> str:
     if target is not None and target.device == "cuda":
-        return template.why_unsupported_on_cuda(problem, config, target) or template.why_illegal(problem, config)
+        reason = template.why_unsupported_on_cuda(problem, config, target) or template.why_illegal(problem, config)
+        return reason or _why_not_worth_converting(template, problem, target)
     return template.why_illegal(problem, config) or template.why_unsupported_on_cpu(problem, config)
+
+
+# The templates that multiply converted operands in float32, without tensor cores, and what computes the same with them
+# if it is legal. None: whatever plain PyTorch runs.
+_CONVERTING: dict[type[AtenKernel], type[AtenKernel] | None] = {Composite: None, Dequantized: UpcastOnce}
+
+
+def _why_not_worth_converting(template: type[AtenKernel], problem: Problem, target: Target) -> str:
+    """Return why a product of operands that are converted to a wide dtype is not tried on a GPU; empty where it is.
+
+    It is never the fastest where a product of narrower operands is exact, and the first product in float32 of a
+    process loads cuBLAS's kernels for it, which took 1.7 s (H200).
+    """
+    if template not in _CONVERTING or problem.a.dtype == template.product_dtype(problem):
+        return ""
+    only = _CONVERTING[template]
+    for other in _templates(problem, target) if only is None else (only,):
+        if other in _CONVERTING or (only is None and not other.runs_as_pytorch(problem)):
+            continue
+        if any(not _why_illegal(other, problem, config, target) for config in other.configs(problem)):
+            return f"{other.template} multiplies narrower operands"
+    return ""
 
 
 class AtenBackend(Backend):
