@@ -1,16 +1,6 @@
 // ptx.cu's and hopper.cu's part on a CPU, so that skinny.cu, slab.cu and mixed.cu run without a GPU: every thread of a
 // cluster is a fiber, which goes on until it meets the others of its warp, its block or its cluster, or waits at a barrier.
-#include <ucontext.h>
-
-#include "convert.hpp"
-
-#include <cstdlib>
-#include <map>
-#include <memory>
-#include <string>
-#include <type_traits>
-#include <utility>
-#include <vector>
+#include "emulated_libraries.h"
 
 #define __device__
 #define __forceinline__ inline
