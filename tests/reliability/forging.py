@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import logging
 import random
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -132,9 +133,16 @@ def _claimed_packing(backend: str, problem: Problem, candidate: Candidate) -> st
 
 def _is_legal(problem: Problem, candidate: Candidate, packing: str | None, target: Target) -> bool:
     """Return whether the backend lists the forged candidate, and the claimed packing is the candidate's."""
-    backend = backends.get(candidate.backend)
-    listed = {item.identity for item in backend.candidates(problem, target) if isinstance(item, Candidate)}
-    return candidate.identity in listed and backend.packing_of(problem, candidate) == packing
+    if candidate.identity not in _listed(candidate.backend, problem, target):
+        return False
+    return backends.get(candidate.backend).packing_of(problem, candidate) == packing
+
+
+@functools.lru_cache(maxsize=16)  # the forgeries of one problem follow one another
+def _listed(backend: str, problem: Problem, target: Target) -> frozenset[Hashable]:
+    """Return the identities of a backend's legal candidates."""
+    items = backends.get(backend).candidates(problem, target)
+    return frozenset(item.identity for item in items if isinstance(item, Candidate))
 
 
 def _is_reported(problem: Problem, candidate: Candidate, packing: str | None, target: Target) -> bool:

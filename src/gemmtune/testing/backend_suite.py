@@ -17,6 +17,7 @@ output and writes into or beside the inputs.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import pickle
 import random
@@ -36,7 +37,8 @@ from ..core.target import Target, current_cpu
 from ..core.weights import QuantWeight
 from ..core.workloads import bmm_problem, int_problem, linear_problem, weight_only_problem
 from ..verify.inputs import Inputs, make_inputs
-from ..verify.verify import allowed_rounding, make_reference_cases, verify
+from ..verify.reference_cases import ReferenceCase, make_reference_cases
+from ..verify.verify import allowed_rounding, verify
 from .problems import random_problem
 
 _EMPTY_PROBLEMS = (
@@ -273,8 +275,13 @@ def _assert_correct(kernel: Kernel, problem: Problem) -> None:
     def run(inputs: Inputs, out: Tensor) -> None:
         kernel.run(inputs.a, kernel.pack(inputs.b) if kernel.packing else inputs.b, inputs.aux, out)
 
-    verdict = verify(run, problem, make_reference_cases(problem, 1), rounding=allowed_rounding(kernel))
+    verdict = verify(run, problem, _reference_cases(problem), rounding=allowed_rounding(kernel))
     assert verdict.ok, f"{kernel.candidate.id} on {problem.key}: {verdict}"
+
+
+@functools.lru_cache(maxsize=4)  # the candidates of one problem follow one another
+def _reference_cases(problem: Problem) -> tuple[ReferenceCase, ...]:
+    return make_reference_cases(problem, 1)
 
 
 def _assert_same_weight(unpacked: object, raw: Tensor | QuantWeight) -> None:
