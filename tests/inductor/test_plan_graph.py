@@ -67,7 +67,8 @@ ONE_OF_TWO = ("one of two",)  # in place of the kinds of the steps, of which a p
 
 def other_kinds() -> tuple[set[tuple[int, tuple[str, ...]]], set[tuple[int, tuple[str, ...]]]]:
     """Return ``kinds`` of the two sets of other Problems of ``block``."""
-    others, parts = plan().other_problems()
+    others, without_gate, parts = plan().other_problems()
+    assert not without_gate  # on a GPU only
     return kinds(others), kinds(parts)
 
 
@@ -204,11 +205,33 @@ def test_product_whose_residual_form_is_fast_is_not_tuned_by_itself_for_few_rows
     plain = {(48, ())}
     assert kinds(one.first_problems()) == {(48, RESIDUAL)}
     assert kinds(one.expected_problems()) == (plain if rows > 64 else set())
-    others, parts = one.other_problems()
-    assert (plain <= kinds(others), parts) == (is_tuned, {})
+    others, *later = one.other_problems()
+    assert (plain <= kinds(others), any(later)) == (is_tuned, False)
     if beats_torch and not is_tuned:
         (form,) = one.choose()
         assert [step.kind for step in form.call.problem.epilogue] == ["add"]
+
+
+GATED, UNGATED = {(96, GATES), (96, ("swiglu",))}, {(96, ()), (96, ("rms_norm",))}
+
+
+@pytest.mark.parametrize(
+    ("gate_s", "is_host", "stages"),
+    [
+        (None, False, (GATED, UNGATED, PART)),  # not tuned yet
+        (1.9, False, (GATED, set(), set())),  # it serves
+        (2.1, False, (GATED, UNGATED, PART)),  # its parts are assumed to take 2 seconds
+        (None, True, (GATED | UNGATED, set(), PART)),
+    ],
+)
+def test_forms_without_a_gate_are_tuned_for_few_rows_on_a_gpu_where_none_with_it_serves(
+    gate_s: float | None, is_host: bool, stages: tuple[set[Any], ...], decided: dict[tuple[str, ...], float],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(plan_graph, "is_host", lambda _: is_host)
+    decided |= {GATES: 2.1, RESIDUAL: 0.9} | ({("swiglu",): gate_s} if gate_s else {})
+    assert tuple(map(kinds, plan().other_problems())) == stages
+    assert ((96, ("swiglu",)) in kinds(plan().expected_problems())) is not is_host
 
 
 def test_products_without_residual_norm_and_gate_are_expected_to_follow(
@@ -231,7 +254,7 @@ def test_parts_of_a_merged_product_are_assumed_to_be_as_slow_beside_their_traffi
     graph = trace(lambda x, w, u: (F.linear(x, w), F.linear(x, u)), X, W, U).graph
     products, _ = find_products(graph, frozenset(list(graph.nodes)[1:3]), emulate=False)
     two = GraphPlan(products)
-    assert two.other_problems() == ({}, {})
+    assert not any(two.other_problems())
     assert [len(form.products) for form in two.choose()] == [2]
 
 

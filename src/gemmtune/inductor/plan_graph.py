@@ -137,19 +137,30 @@ class GraphPlan:
             if any(self._widest[id(p)] is candidate or not _may_be_assumed(p) for p in candidate.products)
         )
 
-    def other_problems(self) -> tuple[Problems, Problems]:
+    def other_problems(self) -> tuple[Problems, ...]:
         """Return the Problems of the other forms of those products that the forms of ``first_problems`` do not serve
-        yet, since they may be cheaper; and Problems to tune after these: the parts of products that may be merged,
-        where the times that are assumed of the parts are less than the merged product's."""
+        yet, since they may be cheaper; and Problems to tune after these, by the decisions for them: the forms without
+        a gate where no form with it serves, of few rows on a GPU; then the parts of products that may be merged, where
+        the times that are assumed of the parts are less than the merged product's."""
         forms = self.choose()
         served = {id(product): form.call.problem for form in forms for product in form.products}
         merged = {id(product) for form in forms if len(form.products) > 1 for product in form.products}
+        gated = {id(product) for form in forms if form.gated for product in form.products}
         others: list[_Candidate] = []
+        without_gate: list[_Candidate] = []
         parts: list[_Candidate] = []
         for candidate in self._candidates:
-            if any(served.get(id(p)) != self._widest[id(p)].problem for p in candidate.products):
-                (parts if self._is_assumed_part(candidate) else others).append(candidate)
-        return _counts(others), _counts(part for part in parts if id(part.products[0]) not in merged)
+            ids = set(map(id, candidate.products))
+            if all(served.get(each) == self._widest[each].problem for each in ids):
+                continue
+            if self._is_assumed_part(candidate):
+                parts.append(candidate)
+            elif not self._is_told_by_gate(candidate):
+                others.append(candidate)
+            elif not ids <= gated:
+                without_gate.append(candidate)
+        parts = [part for part in parts if id(part.products[0]) not in merged]
+        return _counts(others), _counts(without_gate), _counts(parts)
 
     def _is_assumed_part(self, candidate: _Candidate) -> bool:
         """Whether a candidate is one product alone, of several that may be merged, for which a time is assumed. It
@@ -161,21 +172,19 @@ class GraphPlan:
     def expected_problems(self) -> Problems:
         """Return the Problems that ``other_problems`` is likely to return once the first ones are decided: on a GPU
         those without norms, gates and other operations, which may take longer in a product's kernel than in one of
-        Inductor's."""
+        Inductor's; of few rows those with a gate or a residual, but without a norm."""
         return _counts(candidate for candidate in self._candidates if self._is_expected(candidate))
 
     def _is_expected(self, candidate: _Candidate) -> bool:
-        """Whether a candidate is the widest form of its products without all that surrounds them, and a GPU's bandwidth
+        """Whether a candidate is the widest form of its products without what surrounds them, and a GPU's bandwidth
         tells a time that may be less than that form's."""
         product = candidate.products[0]
         widest = self._widest[id(product)]
-        return (
-            candidate.extent in (_PLAIN, _MERGED)
-            and candidate is not widest
-            and len(candidate.products) == len(widest.products)
-            and _assumed_s(product) is not None
-            and not self._is_told_by_residual(product)
-        )
+        if candidate is widest or len(candidate.products) != len(widest.products) or _assumed_s(product) is None:
+            return False
+        if self._has_few_rows(widest) and widest.problem.gate is not None:
+            return candidate.problem == widest.problem.without_norm()
+        return candidate.extent in (_PLAIN, _MERGED) and not self._is_told_by_residual(product)
 
     def _assumed_alone_s(self, product: Product) -> float | None:
         """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
@@ -194,9 +203,22 @@ class GraphPlan:
         """Whether the time of a product that was not tuned by itself is assumed from that of its widest form: on a GPU
         of few rows, where that adds only a residual and the operations before it."""
         widest, length = self._widest[id(product)], self._lengths[id(product)]
-        if is_host(device_of(product).type) or widest.extent != _FUSED or length is None:
+        if not self._has_few_rows(widest) or widest.extent != _FUSED or length is None:
             return False
-        return widest.problem.m <= _FEW_ROWS and _adds_residual(product, length)
+        return _adds_residual(product, length)
+
+    def _is_told_by_gate(self, candidate: _Candidate) -> bool:
+        """Whether a form without a gate need not be tuned where one with it serves: on a GPU of few rows. A gate takes
+        a product's kernel no time there (16x28672x4096 by int8 weights: 32.2 us with and without it, 39.7 and 39.8
+        with a norm; H200, benchmarks/results/compile-residuals-h200-20261130.txt), and Inductor's kernel some."""
+        widest = self._widest[id(candidate.products[0])]
+        return self._has_few_rows(widest) and widest.problem.gate is not None and candidate.problem.gate is None
+
+    @staticmethod
+    def _has_few_rows(form: _Candidate) -> bool:
+        """Whether a form's products have few rows, in every call, on a GPU."""
+        product = form.products[0]
+        return not is_host(device_of(product).type) and not product.is_dynamic and form.problem.m <= _FEW_ROWS
 
     def _widest_forms(self) -> dict[int, _Candidate]:
         """Return the form of each product that includes most, by id."""
