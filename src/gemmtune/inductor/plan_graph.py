@@ -8,9 +8,9 @@ factor save the kernel that multiplies them. The cheapest set of forms is chosen
 form of it is cheaper than PyTorch's own operator.
 
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
-fast as the device's memory allows for them (``costs.assumed_s``), nor, of few rows, where it is faster than PyTorch's
-form and only adds operations behind one product; on a CPU where it is faster than PyTorch's form, if that is one that
-``torch.compile`` would run (``costs.has_fused_rival``). The parts of merged products come last.
+fast as the device's memory allows for them (``costs.assumed_s``), nor, of few rows, without a residual or a gate where
+the form with it serves; on a CPU where it is faster than PyTorch's form, if that is one that ``torch.compile`` would
+run (``costs.has_fused_rival``). The parts of merged products come last.
 """
 
 from __future__ import annotations

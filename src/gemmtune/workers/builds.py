@@ -257,8 +257,8 @@ class _Turn(IntEnum):
     LATER = 2
 
 
-# On GPUs, where candidates are timed while others are built. Beside two builds for each processor the worker's Python
-# code takes two to three times as long, 1.1 times where these have a niceness of 10
+# On GPUs, where candidates are timed while others are built. Beside two busy processes for each processor Python code
+# takes two to three times as long, 1.0 to 1.2 times where these have a niceness of 10
 # (benchmarks/results/build-niceness-h200-20261130.txt).
 _NICENESS = {_Turn.NOW: 5, _Turn.SOON: 10, _Turn.LATER: 15}
 

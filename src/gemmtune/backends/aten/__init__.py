@@ -120,8 +120,9 @@ _CONVERTING: dict[type[AtenKernel], type[AtenKernel] | None] = {Composite: None,
 def _why_not_worth_converting(template: type[AtenKernel], problem: Problem, target: Target) -> str:
     """Return why a product of operands that are converted to a wide dtype is not tried on a GPU; empty where it is.
 
-    It is never the fastest where a product of narrower operands is exact, and the first product in float32 of a
-    process loads cuBLAS's kernels for it, which took 1.7 s (H200).
+    It is never the fastest where a product of narrower operands is exact, and a weight that is converted once takes
+    four times its memory. A process's first product in float32 may take a second or two, since cuBLAS loads its kernels
+    (1.7 s for fp8, every-m-20261128-142834; for int8 weights it made no difference on 2026-11-30).
     """
     if template not in _CONVERTING or problem.a.dtype == template.product_dtype(problem):
         return ""
