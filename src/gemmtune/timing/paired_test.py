@@ -90,7 +90,8 @@ def paired_test(
     operands, and the better mean (see ``_mean_agreement``).
     """
     test = PairedTest(round_times=challenger.paired(baseline))
-    cost, timed_s, look_at = challenger.cost + baseline.cost, 0.0, min_pairs
+    expected_s, timed_s, look_at = challenger.cost + baseline.cost, 0.0, min_pairs
+    cost = expected_s  # seconds of a pair
     while True:
         if not test.error_spent:
             look_at = first_look(cost, min_pairs, far_apart)
@@ -109,7 +110,7 @@ def paired_test(
             started = clock.now()
             _time_pair(test, challenger, baseline, clock, rng)
             timed_s += clock.now() - started
-            cost = max(challenger.cost + baseline.cost, timed_s / len(test.challenger))
+            cost = max(expected_s, timed_s / len(test.challenger))
         except EntrantError as error:
             test.reason = f"{error.entry.id} {error} in the paired test"
             error.entry.drop("failed", test.reason)
