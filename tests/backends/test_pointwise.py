@@ -93,6 +93,9 @@ def test_operands_at_unaligned_addresses_are_left_to_aten(launches: list[tuple[i
         assert not kernel.run(values, (added,), target)
     assert launches == []
     assert kernel.run(out, (out,), acc[:, :64])
+    scaled = pointwise_of((Step("scale", "tensor", "float32"),), "float32", "float32")
+    assert scaled is not None
+    assert scaled.run(out, (torch.ones(4).as_subclass(OnGpu)[1:2],), acc[:, :64])  # one scale among others
 
 
 def test_nothing_is_compiled_while_a_graph_is_captured(

@@ -155,7 +155,7 @@ class GraphPlan:
                 continue
             if self._is_assumed_part(candidate):
                 parts.append(candidate)
-            elif not self._is_told_by_gate(candidate):
+            elif not self._is_beside_a_gate(candidate):
                 others.append(candidate)
             elif not ids <= gated:
                 without_gate.append(candidate)
@@ -184,22 +184,21 @@ class GraphPlan:
             return False
         if self._has_few_rows(widest) and widest.problem.gate is not None:
             return candidate.problem == widest.problem.without_norm()
-        return candidate.extent in (_PLAIN, _MERGED) and not self._is_told_by_residual(product)
+        return candidate.extent in (_PLAIN, _MERGED) and not self._is_assumed_from_residual(product)
 
     def _assumed_alone_s(self, product: Product) -> float | None:
         """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
         device, widest = device_of(product), self._widest[id(product)].problem
-        seconds, is_told = _assumed_s(product), self._is_told_by_residual(product)
-        if not is_told and (seconds is not None or not is_host(device.type) or not has_fused_rival(widest)):
-            return seconds
-        cost = cost_of(widest, device)
+        seconds, from_residual = _assumed_s(product), self._is_assumed_from_residual(product)
+        from_widest = seconds is None and is_host(device.type) and has_fused_rival(widest)
+        cost = cost_of(widest, device) if from_residual or from_widest else None
         if cost is None or not cost.beats_torch:
             return seconds
-        if is_told:
+        if from_residual:
             return max(seconds or 0.0, cost.seconds - _RESIDUAL_S)
         return _ALONE * cost.seconds * product.columns / widest.n
 
-    def _is_told_by_residual(self, product: Product) -> bool:
+    def _is_assumed_from_residual(self, product: Product) -> bool:
         """Whether the time of a product that was not tuned by itself is assumed from that of its widest form: on a GPU
         of few rows, where that adds only a residual and the operations before it."""
         widest, length = self._widest[id(product)], self._lengths[id(product)]
@@ -207,10 +206,11 @@ class GraphPlan:
             return False
         return _adds_residual(product, length)
 
-    def _is_told_by_gate(self, candidate: _Candidate) -> bool:
-        """Whether a form without a gate need not be tuned where one with it serves: on a GPU of few rows. A gate takes
-        a product's kernel no time there (16x28672x4096 by int8 weights: 32.2 us with and without it, 39.7 and 39.8
-        with a norm; H200, benchmarks/results/compile-residuals-h200-20261130.txt), and Inductor's kernel some."""
+    def _is_beside_a_gate(self, candidate: _Candidate) -> bool:
+        """Whether a form has no gate, and need not be tuned where one of the same products with their gate serves: on a
+        GPU, for few rows. A gate takes a product's kernel no time there (16x28672x4096 by int8 weights: 32.2 us with
+        and without it, 39.7 and 39.8 with a norm; H200, benchmarks/results/compile-residuals-h200-20261130.txt), and
+        Inductor's kernel some."""
         widest = self._widest[id(candidate.products[0])]
         return self._has_few_rows(widest) and widest.problem.gate is not None and candidate.problem.gate is None
 

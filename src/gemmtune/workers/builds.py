@@ -195,9 +195,8 @@ class Builders:
         with slots.acquired(turn):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
-            return _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts) or jobs.build(
-                candidate, turn
-            )
+            artifact = _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts)
+            return artifact or jobs.build(candidate, turn)
 
     def _is_missing(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
         return _existing_artifact(problem, candidate, target, self._artifacts) is None
@@ -323,7 +322,8 @@ class _Jobs:
     artifacts: Path | None
 
     def build(self, candidate: Candidate, turn: _Turn) -> Artifact | Verdict:
-        """Build one candidate in a process of its own. Raises WorkerStartError when no process can be started.
+        """Build one candidate in a process of its own, whose priority follows from when the build is needed. Raises
+        WorkerStartError when no process can be started.
 
         A build whose host ended is repeated once, in a new one: another process of the host may have caused it.
         """

@@ -112,23 +112,21 @@ def _why_illegal(
     return template.why_illegal(problem, config) or template.why_unsupported_on_cpu(problem, config)
 
 
-# The templates that multiply converted operands in float32, without tensor cores, and what computes the same with them
-# if it is legal. None: whatever plain PyTorch runs.
-_CONVERTING: dict[type[AtenKernel], type[AtenKernel] | None] = {Composite: None, Dequantized: UpcastOnce}
+_CONVERTING = (Composite, Dequantized)  # these multiply converted operands in float32, without tensor cores
 
 
 def _why_not_worth_converting(template: type[AtenKernel], problem: Problem, target: Target) -> str:
-    """Return why a product of operands that are converted to a wide dtype is not tried on a GPU; empty where it is.
+    """Return why a product of operands that are converted to a wide dtype is not tried on a GPU: PyTorch has a product
+    of narrower ones. Empty where it has none, and for other templates.
 
-    It is never the fastest where a product of narrower operands is exact, and a weight that is converted once takes
-    four times its memory. A process's first product in float32 may take a second or two, since cuBLAS loads its kernels
-    (1.7 s for fp8, every-m-20261128-142834; for int8 weights it made no difference on 2026-11-30).
+    The converted one is never the fastest where a product of narrower operands is exact, and a weight that is converted
+    once takes four times its memory. A process's first product in float32 may take a second or two, since cuBLAS loads
+    its kernels (1.7 s for fp8, every-m-20261128-142834; for int8 weights it made no difference on 2026-11-30).
     """
     if template not in _CONVERTING or problem.a.dtype == template.product_dtype(problem):
         return ""
-    only = _CONVERTING[template]
-    for other in _templates(problem, target) if only is None else (only,):
-        if other in _CONVERTING or (only is None and not other.runs_as_pytorch(problem)):
+    for other in _templates(problem, target):
+        if other in _CONVERTING or not other.runs_as_pytorch(problem):
             continue
         if any(not _why_illegal(other, problem, config, target) for config in other.configs(problem)):
             return f"{other.template} multiplies narrower operands"

@@ -32,16 +32,16 @@ class JitKernel:
     def _try_launch(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
         """Have ``launch`` write into ``out`` on its GPU's current stream, and return True. operands: what it reads.
 
-        Returns False, and does nothing, where Triton is missing or failed, for operands at addresses that are no
-        multiples of 16 bytes, for which Triton would compile code of their own, and while a CUDA graph is captured
-        before the first call with operands for which Triton makes the same code: it would be loaded meanwhile.
+        Returns False, and does nothing, where Triton is missing or failed; for tensors of several elements that start
+        off a 16-byte boundary, for which Triton would compile another copy of the kernel; and while a CUDA graph is
+        captured before the first call with operands for which Triton makes the same code: it would be loaded meanwhile.
         """
         if JitKernel._broken:
             return False
-        tensors = [out, *operands]
-        if any(tensor.data_ptr() % 16 for tensor in tensors):
+        tensors = [tensor for tensor in (out, *operands) if tensor.dim()]
+        if any(tensor.data_ptr() % 16 for tensor in tensors if tensor.numel() > 1):
             return False
-        code = tuple((t.dtype, t.shape[-1], t.stride(0) % 16) for t in tensors if t.dim())
+        code = tuple((t.dtype, t.shape[-1], t.stride(0) % 16, t.data_ptr() % 16) for t in tensors)
         if code not in self._launched and (why_unusable(triton_version()) or is_capturing(out.device)):
             return False
         try:
