@@ -212,26 +212,28 @@ def test_product_whose_residual_form_is_fast_is_not_tuned_by_itself_for_few_rows
         assert [step.kind for step in form.call.problem.epilogue] == ["add"]
 
 
-GATED, UNGATED = {(96, GATES), (96, ("swiglu",))}, {(96, ()), (96, ("rms_norm",))}
+GATED, MERGED, NORMED = {(96, GATES), (96, ("swiglu",))}, {(96, ())}, {(96, ("rms_norm",))}
 
 
 @pytest.mark.parametrize(
-    ("gate_s", "is_host", "stages"),
+    ("seconds", "is_host", "stages"),
     [
-        (None, False, (GATED, UNGATED, PART)),  # not tuned yet
-        (1.9, False, (GATED, set(), set())),  # it serves
-        (2.1, False, (GATED, UNGATED, PART)),  # its parts are assumed to take 2 seconds
-        (None, True, (GATED | UNGATED, set(), PART)),
+        ({GATES: 2.1}, False, (GATED, MERGED, PART)),
+        ({GATES: 2.1, ("swiglu",): 1.9}, False, (GATED, set(), set())),  # it serves
+        ({GATES: 2.1, ("swiglu",): 2.1}, False, (GATED, MERGED, PART)),  # its parts are assumed to take 2 seconds
+        ({}, False, (GATED, MERGED | NORMED, PART)),  # the norm was not tuned with the gate
+        ({GATES: 2.1}, True, (GATED | MERGED | NORMED, set(), PART)),
     ],
 )
 def test_forms_without_a_gate_are_tuned_for_few_rows_on_a_gpu_where_none_with_it_serves(
-    gate_s: float | None, is_host: bool, stages: tuple[set[Any], ...], decided: dict[tuple[str, ...], float],
-    monkeypatch: pytest.MonkeyPatch,
+    seconds: dict[tuple[str, ...], float], is_host: bool, stages: tuple[set[Any], ...],
+    decided: dict[tuple[str, ...], float], monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     monkeypatch.setattr(plan_graph, "is_host", lambda _: is_host)
-    decided |= {GATES: 2.1, RESIDUAL: 0.9} | ({("swiglu",): gate_s} if gate_s else {})
+    decided |= {RESIDUAL: 0.9} | seconds
     assert tuple(map(kinds, plan().other_problems())) == stages
-    assert ((96, ("swiglu",)) in kinds(plan().expected_problems())) is not is_host
+    expected = [(problem.n, tuple(step.kind for step in problem.epilogue)) for _, problem in plan().expected_problems()]
+    assert [kind for kind in expected if kind[0] == 96] == [*([] if is_host else [(96, ("swiglu",))]), (96, ())]
 
 
 def test_products_without_residual_norm_and_gate_are_expected_to_follow(
