@@ -157,7 +157,7 @@ class GraphPlan:
                 parts.append(candidate)
             elif not self._is_beside_a_gate(candidate):
                 others.append(candidate)
-            elif not ids <= gated and not self._costs_as_with_gate(candidate):
+            elif not ids <= gated and not self._norm_was_tuned_with_gate(candidate):
                 without_gate.append(candidate)
         parts = [part for part in parts if id(part.products[0]) not in merged]
         return _counts(others), _counts(without_gate), _counts(parts)
@@ -209,19 +209,19 @@ class GraphPlan:
 
     def _is_beside_a_gate(self, candidate: _Candidate) -> bool:
         """Whether a form has no gate, and need not be tuned where one of the same products with their gate serves: on a
-        GPU, for few rows. A gate takes a product's kernel no time there (16x28672x4096 by int8 weights: 32.2 us with
-        and without it, 39.7 and 39.8 with a norm; H200, benchmarks/results/compile-residuals-h200-20261130.txt), and
-        Inductor's kernel some."""
+        GPU, for few rows. A gate takes a product's kernel no time with 16 rows (16x28672x4096 by int8 weights: 32.2 us
+        with and without it; H200, benchmarks/results/compile-residuals-h200-20261130.txt), and Inductor's kernel some.
+        With 32 rows it took 7.6 us (43.4 and 35.9; compile-gates-h200-20261201.txt), and no form with it served."""
         widest = self._widest[id(candidate.products[0])]
         return self._has_few_rows(widest) and widest.problem.gate is not None and candidate.problem.gate is None
 
-    def _costs_as_with_gate(self, candidate: _Candidate) -> bool:
-        """Whether a form without a gate has a norm, and was tuned with the gate. It takes about the same time (by int8
-        weights 16x28672x4096: 39.8 us with the gate and 39.7 without it, 32x28672x4096: 57.0 and 58.2; H200), and
-        needs one of Inductor's kernels besides, so that it does not serve where the form with the gate does not."""
+    def _norm_was_tuned_with_gate(self, candidate: _Candidate) -> bool:
+        """Whether a form has a norm and no gate, and the form with both was tuned. It is not the cheapest where that is
+        not: its kernel takes about as long (32x28672x4096 by int8 weights 58.3 us, with the gate 57.0; H200,
+        benchmarks/results/compile-gates-h200-20261201.txt), and Inductor's for the gate comes on top."""
         device, widest = device_of(candidate.products[0]), self._widest[id(candidate.products[0])].problem
-        is_widest = candidate.problem.norm is not None and candidate.problem == widest.without_gate()
-        return is_widest and cost_of(widest, device) is not None
+        is_without_gate = candidate.problem.norm is not None and candidate.problem == widest.without_gate()
+        return is_without_gate and cost_of(widest, device) is not None
 
     @staticmethod
     def _has_few_rows(form: _Candidate) -> bool:
