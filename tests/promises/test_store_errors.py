@@ -21,7 +21,7 @@ import gemmtune.tuning.tuner
 from gemmtune.core import files
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreBusy, StoreError
-from gemmtune.core.events import DecisionsUnstored, Event
+from gemmtune.core.events import DecisionsUnstored, Event, Progress
 from gemmtune.core.printable import visible
 from gemmtune.core.problem import Problem
 from gemmtune.core.target import Target
@@ -32,6 +32,7 @@ from gemmtune.dispatch.runtime import RUNTIME
 from gemmtune.report import ceilings
 from gemmtune.store import MemoryStore, SqliteStore, open_store
 from gemmtune.store.base import SHORT_TIMEOUT_S
+from gemmtune.tuning.turns import Pause, Steps
 from helpers import command
 from helpers.factories import make_decision, make_legal_decision
 
@@ -48,10 +49,11 @@ def tuned_keys(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Replace the search by an immediate decision, and return the list of the keys of tuned problems."""
     problems: list[str] = []
 
-    def decide(self: Any, problem: Problem, pool: object) -> Decision:
+    def decide(self: Any, problem: Problem, pool: object, progress: Progress) -> Steps[Decision]:
+        yield Pause(seconds=0.0)
         problems.append(problem.key)
         decision = make_decision(problem, "winner", self._target)
-        self._store_decision(decision)
+        self._store_decision(decision, progress)
         return decision
 
     monkeypatch.setattr(gemmtune.tuning.tuner.Tuner, "_tune_one", decide)

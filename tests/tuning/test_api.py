@@ -24,6 +24,7 @@ from gemmtune.dispatch import RUNTIME, runtime
 from gemmtune.store import MemoryStore
 from gemmtune.tuning.api import tune_missing, tune_on_device
 from gemmtune.tuning.tuner import Tuner
+from gemmtune.tuning.turns import Pause, Steps
 from helpers.serving import TOY_RUNS, decide, evidence, register, toy
 
 
@@ -202,7 +203,8 @@ def test_on_miss_tunes_when_the_other_process_releases_its_lease(
 ) -> None:
     tuned: list[str] = []
 
-    def tune_one(self: Tuner, problem: Problem, _: object) -> Decision:
+    def tune_one(self: Tuner, problem: Problem, *_: object) -> Steps[Decision]:
+        yield Pause(seconds=0.0)
         tuned.append(problem.key)
         decision = decide(problem, evidence(toy(), 0.1), chosen=toy())
         own_store.put(gemmtune.current_target(), decision)

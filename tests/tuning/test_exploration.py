@@ -111,6 +111,13 @@ class ScriptedWorker:
         self.tried: list[Candidate] = []
         self.cutoffs: list[float | None] = []
         self.deadlines: list[float | None] = []
+        self.calls: list[str] = []
+
+    def pause(self) -> None:
+        self.calls.append("pause")
+
+    def resume(self, problem: Problem) -> None:
+        self.calls.append(f"resume {problem.key}")
 
     def attempt(self, candidate: Candidate, deadline_s: float | None, cutoff_s: float | None) -> Attempted:
         self.tried.append(candidate)
@@ -483,6 +490,36 @@ def test_first_build_of_a_template_is_waited_for_however_long_others_were_tried(
     session.exploration.run(None)
     timer.join()
     assert session.tried == [*Y[:3], slow, *Y[4:6]]
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_other_work_during_a_wait_has_the_worker_and_takes_none_of_the_budget(clock: Clock, strict: bool) -> None:
+    """Others take 5 s of a wait of 6. What is left of it counts as a build's: not at all here, unless the budget is a
+    user's."""
+    builds = Builds(clock, unfinished=Y[:1])
+    session = overlapping_session(clock, ListedSearch(Y[:1]), builds, strict=strict, budget_s=64.0)
+    session.context.budget.excludable_s = 8.0
+    steps = session.exploration.steps(None)
+    pause = next(steps)
+    assert session.worker.calls == ["pause"]
+    assert pause.builds == {builds.futures[Y[0].id]}
+    clock.now += 6.0
+    builds.futures[Y[0].id].set_result(Artifact(Y[0], ""))
+    with pytest.raises(StopIteration):
+        steps.send(5.0)
+    assert session.worker.calls == ["pause", f"resume {PROBLEM.key}"]
+    assert session.tried == Y[:1]
+    assert session.context.others_s == 5.0
+    assert session.context.budget.elapsed_s == pytest.approx(1.0 if strict else 0.0)
+    assert session.context.budget.excludable_s == 8.0
+
+
+def test_exploration_that_is_ended_during_a_wait_leaves_no_paused_problem(clock: Clock) -> None:
+    session = overlapping_session(clock, ListedSearch(Y[:1]), Builds(clock, unfinished=Y[:1]))
+    steps = session.exploration.steps(None)
+    next(steps)
+    steps.close()
+    assert session.worker.calls == ["pause", f"resume {PROBLEM.key}"]
 
 
 def test_last_builds_are_waited_for_where_builds_are_not_counted(clock: Clock) -> None:

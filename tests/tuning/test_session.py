@@ -85,6 +85,10 @@ class FakeWorker:
     def open(self, problem: Problem, seed: int) -> None:
         self.clock.now += self.open_s
 
+    def pause(self) -> None: ...
+
+    def resume(self, problem: Problem) -> None: ...
+
     def attempt(self, candidate: Candidate, deadline: float | None, cutoff_s: float | None) -> Attempted:
         self.tried.append(candidate)
         call_s = self.seconds(candidate)

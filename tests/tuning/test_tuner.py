@@ -7,7 +7,10 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
 
 import msgspec
 import psutil
@@ -17,7 +20,7 @@ from gemmtune import backends
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
 from gemmtune.core.errors import StoreError
-from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted
+from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted, Progress
 from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.core.workloads import build
@@ -26,6 +29,7 @@ from gemmtune.testing import hostile_backend
 from gemmtune.testing.hostile_backend import HostileBackend
 from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner
+from gemmtune.tuning.turns import Pause, Steps
 from gemmtune.tuning.worker_pool import WorkerPool
 from gemmtune.workers.contract import Limits, WorkerStartError
 from gemmtune.workers.host_pool import HOST_POOL
@@ -375,6 +379,104 @@ def test_problems_are_built_ahead_while_a_worker_starts_and_a_gpu_times(
     assert built_ms == expected
 
 
+class InTurns:
+    """Tuning on a GPU by sessions that decide after a wait for a build. log: what the sessions did, by M and N."""
+
+    def __init__(self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.log, self.store, self.events = list[str](), store, list[str]()
+        self.builds: list[Future[None]] = []
+        turns = self
+
+        class FakeSession:
+            def __init__(self, problem: Problem, target: Target, *args: Any, **more: Any) -> None:
+                self.problem, self.target, self.progress = problem, target, args[3]
+
+            def steps(self, *_: object) -> Steps[Decision]:
+                leased = store.lease_remaining_s(GPU, self.problem.key) is not None
+                turns.note(f"{self.name} begins{'' if leased else ' without a lease'}", self.progress)
+                build = Future[None]()
+                turns.builds.append(build)
+                if len(turns.builds) == turns.needed:  # all of them are done: those that are in progress go on
+                    for item in turns.builds:
+                        item.set_result(None)
+                    turns.builds.clear()
+                yield Pause([build])
+                turns.note(f"{self.name} decides", self.progress)
+                return make_decision(self.problem, target=self.target)
+
+            @property
+            def name(self) -> str:
+                return f"{self.problem.m}x{self.problem.n}"
+
+        monkeypatch.setattr(tuner_module, "TuningSession", FakeSession)
+        monkeypatch.setattr(Tuner, "_build_ahead", lambda *_: None)
+        monkeypatch.setattr(WorkerPool, "worker", lambda _: SimpleNamespace(wait=lambda: None))
+        self.needed = 2
+
+    def note(self, text: str, progress: Progress) -> None:
+        self.log.append(text)
+        progress(BestSoFar(text, 1.0, 1.0))
+
+    def report(self, event: Event) -> None:
+        match event:
+            case ProblemStarted(index, total):
+                self.events.append(f"start {index} of {total}")
+            case BestSoFar(text):
+                self.events.append(text)
+            case ProblemDone(index, total, decision):
+                assert self.store.get(GPU, decision.problem_key) == decision
+                self.events.append(f"done {index} of {total}")
+
+    def tune(self, *sizes: tuple[int, int], needed: int, seconds: float | None = None) -> list[Decision]:
+        """Tune products of M x N; builds are done when ``needed`` of them are waited for."""
+        self.needed = needed
+        problems = [(build(m, n, 512, "bf16"), 1) for m, n in sizes]
+        return Tuner(GPU, (), self.store, Budget(seconds), self.report).tune(problems)
+
+
+@pytest.fixture
+def in_turns(store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> InTurns:
+    return InTurns(store, monkeypatch)
+
+
+def test_next_problem_is_tuned_while_one_waits_for_builds_on_a_gpu(in_turns: InTurns) -> None:
+    """Each under its own lease. Their events are those of one after another."""
+    decisions = in_turns.tune((8, 768), (8, 512), needed=2)
+    assert in_turns.log == ["8x768 begins", "8x512 begins", "8x768 decides", "8x512 decides"]
+    assert in_turns.events == [
+        "start 0 of 2", "8x768 begins", "8x768 decides", "done 0 of 2",
+        "start 1 of 2", "8x512 begins", "8x512 decides", "done 1 of 2",
+    ]  # fmt: skip
+    assert [decision.problem["n"] for decision in decisions] == [768, 512]
+    assert all(in_turns.store.lease_remaining_s(GPU, decision.problem_key) is None for decision in decisions)
+
+
+@pytest.mark.parametrize(("sizes", "seconds"), [([(16, 512), (8, 512)], None), ([(8, 768), (8, 512)], 2.0)])
+def test_problems_of_one_plan_and_those_with_a_users_budget_are_tuned_one_after_another(
+    in_turns: InTurns, sizes: list[tuple[int, int]], seconds: float | None
+) -> None:
+    in_turns.tune(*sizes, needed=1, seconds=seconds)
+    names = [f"{m}x{n}" for m, n in sizes]
+    assert in_turns.log == [f"{name} {what}" for name in names for what in ("begins", "decides")]
+
+
+def test_interrupted_problems_leave_no_lease(in_turns: InTurns, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The second is interrupted while the first waits."""
+    original = in_turns.note
+
+    def note(text: str, progress: Progress) -> None:
+        original(text, progress)
+        if text == "8x512 begins":
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(in_turns, "note", note)
+    with pytest.raises(KeyboardInterrupt):
+        in_turns.tune((8, 768), (8, 512), needed=2)
+    assert in_turns.log == ["8x768 begins", "8x512 begins"]
+    for n in (768, 512):
+        assert in_turns.store.lease_remaining_s(GPU, build(8, n, 512, "bf16").key) is None
+
+
 def test_decision_is_stored_for_its_target_only(target: Target, store: MemoryStore) -> None:
     Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)])
     other = replace(target, versions=(("torch", "0"),))
@@ -425,9 +527,9 @@ def test_concurrent_tuners_wait_for_one_decision(
     tuned, decisions = [], []
     original = Tuner._tune_one
 
-    def tune_one(self: Tuner, problem: Problem, pool: object) -> Decision:
+    def tune_one(self: Tuner, problem: Problem, *rest: Any) -> Steps[Decision]:
         tuned.append(problem)
-        return original(self, problem, pool)  # type: ignore[arg-type]
+        return original(self, problem, *rest)
 
     def work() -> None:
         decisions.extend(Tuner(target, ["aten"], store, QUICK, isolate=False).tune([(PROBLEM, 1)]))
@@ -471,7 +573,8 @@ def test_share_of_the_default_time_is_passed_on(
         def __init__(self, problem: Problem, *args: object, **more: object) -> None:
             self.problem = problem
 
-        def run(self, _: float | None, limit: int | None, default_s: float | None) -> Decision:
+        def steps(self, _: float | None, limit: int | None, default_s: float | None) -> Steps[Decision]:
+            yield Pause(seconds=0.0)
             seconds.append(default_s)
             return make_decision(self.problem, target=target)
 
@@ -495,7 +598,8 @@ def test_session_gets_the_layouts_of_the_weights_other_m(
             self.problem = problem
             layouts_by_m[problem.m] = layouts
 
-        def run(self, seconds: float | None, limit: int | None, default_s: float | None) -> Decision:
+        def steps(self, seconds: float | None, limit: int | None, default_s: float | None) -> Steps[Decision]:
+            yield Pause(seconds=0.0)
             decision = make_decision(self.problem, target=target)
             names = (f"fast{self.problem.m}", f"slow{self.problem.m}")
             rows = [

@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -27,6 +28,7 @@ from gemmtune.core.problem import Layout, Operand, Problem
 from gemmtune.core.target import Target, current_cpu
 from gemmtune.testing import hostile_backend
 from gemmtune.timing.outcome import LeaderUpdate
+from gemmtune.workers import job
 from gemmtune.workers.contract import Declined, Limits, WorkerLost, WorkerStartError
 from gemmtune.workers.local_worker import LocalWorker
 from gemmtune.workers.process_tags import tagged
@@ -377,6 +379,76 @@ def test_worker_opens_another_problem_in_its_process(shared_worker: Worker) -> N
     assert is_correct(shared_worker, "good")
     assert shared_worker.pid == pid
     shared_worker.open(PROBLEM, 1)
+
+
+@pytest.fixture
+def prepared(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Return the M of the problems that a LocalWorker prepared, as it prepares them."""
+    sizes: list[int] = []
+    original = job.make_reference_cases
+
+    def make(problem: Problem, *args: Any, **more: Any) -> Any:
+        sizes.append(problem.m)
+        return original(problem, *args, **more)
+
+    monkeypatch.setattr(job, "make_reference_cases", make)
+    return sizes
+
+
+def test_paused_problem_is_resumed_without_preparing_it_again(target: Target, prepared: list[int]) -> None:
+    with closing(LocalWorker(target)) as worker:
+        worker.open(PROBLEM, 1)
+        worker.pause()
+        worker.open(PROBLEM.with_m(7), 1)
+        assert is_correct(worker, "good")
+        worker.pause()
+        worker.resume(PROBLEM)
+        assert is_correct(worker, "good")
+        worker.resume(PROBLEM.with_m(7))
+        assert is_correct(worker, "good")
+        assert prepared == [5, 7]
+
+
+def test_only_paused_problems_are_kept(target: Target, prepared: list[int]) -> None:
+    """The first is left without a pause, and the second is opened from the start although it was paused before."""
+    with closing(LocalWorker(target)) as worker:
+        worker.open(PROBLEM, 1)
+        worker.open(PROBLEM.with_m(7), 1)
+        worker.pause()
+        worker.resume(PROBLEM.with_m(7))
+        worker.open(PROBLEM, 1)
+        worker.open(PROBLEM.with_m(7), 1)
+        assert prepared == [5, 7, 5, 7]
+        with pytest.raises(KeyError):
+            worker.resume(PROBLEM)
+
+
+def test_paused_problem_is_opened_again_in_a_new_worker(target: Target) -> None:
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        worker.pause()
+        worker.open(PROBLEM.with_m(7), 1)
+        assert is_correct(worker, "good")
+        pid = worker.pid
+        assert pid is not None
+        assert not is_correct(worker, "abort")
+        worker.resume(PROBLEM)
+        assert is_correct(worker, "good")
+        assert worker.pid != pid
+
+
+def test_paused_problem_is_resumed_in_the_same_process(target: Target) -> None:
+    """Also after a candidate that failed without damaging it."""
+    with Worker(target, limits=FAST) as worker:
+        worker.open(PROBLEM, 1)
+        pid = worker.pid
+        worker.pause()
+        worker.open(PROBLEM.with_m(7), 1)
+        assert not is_correct(worker, "wrong")
+        worker.resume(PROBLEM)
+        assert is_correct(worker, "good")
+        assert worker.confirm(hostile_candidate("good")).verdict.ok
+        assert worker.pid == pid
 
 
 def test_local_worker_sets_and_restores_the_thread_count(target: Target) -> None:

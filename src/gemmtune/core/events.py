@@ -93,3 +93,34 @@ Progress = Callable[[Event], None]
 
 def silent(event: Event) -> None:
     """Ignore a progress event."""
+
+
+class EventsInOrder:
+    """The events of several Problems that are tuned in turns, passed on as if one were tuned after another: those of a
+    Problem wait until the ones before it have ended. progress: what they are passed to."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._current = 0  # the first Problem that has not ended
+        self._ended: set[int] = set()
+        self._waiting: dict[int, list[Event]] = {}
+
+    def of(self, index: int) -> Progress:
+        """Return what the Problem at an index, counted from 0, reports to."""
+
+        def report(event: Event) -> None:
+            if index == self._current:
+                self._progress(event)
+            else:
+                self._waiting.setdefault(index, []).append(event)
+
+        return report
+
+    def end(self, index: int) -> None:
+        """Pass on what waited for the end of the Problem at an index."""
+        self._ended.add(index)
+        while self._current in self._ended:
+            self._ended.discard(self._current)
+            self._current += 1
+            for event in self._waiting.pop(self._current, ()):
+                self._progress(event)

@@ -7,7 +7,7 @@ import itertools
 import math
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, wait
+from concurrent.futures import Future
 
 from .. import backends
 from ..backends.base import Artifact
@@ -24,6 +24,7 @@ from .searcher import Searcher, SearcherFactory, SearchOptions
 from .selection import CLOSE, CLOSE_BASELINE, within
 from .session_context import SessionContext
 from .time_budget import TimeBudget
+from .turns import Pause, Steps, run_alone
 
 # Begins to build candidates, and returns the future of each outcome by its id.
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Future[Artifact | Verdict]]]
@@ -85,18 +86,22 @@ class Exploration:
         return self._context.budget
 
     def run(self, limit: int | None) -> str:
+        """Explore as ``steps`` does, with nothing else to do during waits for builds."""
+        return run_alone(self.steps(limit))
+
+    def steps(self, limit: int | None) -> Steps[str]:
         """Try candidates in the order of the search, except those that take long to build where builds disturb no
         timing: others are tried meanwhile. Return the reason why exploring ended."""
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        self._begin_builds(
+        yield from self._begin_builds(
             first_builds(candidates, BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING)
         )
         tried, late = 0, list[Candidate]()
         while (batch := search.ask()) is not None or late:
             is_last, wanted = batch is None, [*late, *(batch or ())]
-            batch, late = self._built(wanted, search, is_last)
+            batch, late = yield from self._built(wanted, search, is_last)
             if is_last and late == wanted:
                 return f"the time for exploring was spent before {len(late)} more candidates were built"
             if self._build_ahead is not None:
@@ -149,11 +154,11 @@ class Exploration:
             else:
                 row.times_s += result.times_s
 
-    def _begin_builds(self, candidates: Sequence[Candidate]) -> None:
+    def _begin_builds(self, candidates: Sequence[Candidate]) -> Steps[None]:
         """Build the first candidates; where builds disturb no timing, only begin to."""
         self._first = {candidate.id for candidate in candidates}
         if self._build_ahead is None:
-            self._build_now(candidates, candidates)
+            yield from self._build_now(candidates, candidates)
         else:
             self._build_ahead(self._context.problem, candidates, self._context.target)
 
@@ -163,26 +168,40 @@ class Exploration:
         wanted: Sequence[Candidate],
         most_late: int = 0,
         limit_s: float | None = None,
-    ) -> list[Candidate]:
+    ) -> Steps[list[Candidate]]:
         """Build candidates. Return, of those ``wanted``, the ones whose builds are not done when only ``most_late`` are
-        left, and one of each template was built or tried before; or after ``limit_s`` seconds.
+        left, and one of each template was built or tried before; or after ``limit_s`` seconds without a build.
 
         This takes no time of the default budget, because one build serves many problems: none where all are among the
-        first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s`` says.
+        first, which wait for the start of the builders, and else as ``TimeBudget.excludable_s`` says. What other work
+        takes meanwhile is no time of this budget either.
         """
-        start = time.perf_counter()
+        start, others_s = time.perf_counter(), 0.0
         if self._build is not None and to_build:
             self._builds |= self._build(self._context.problem, to_build, self._context.target)
         builds = {candidate.id: self._builds[candidate.id] for candidate in wanted if candidate.id in self._builds}
         pending = {build for build in builds.values() if not build.done()}
         while len(pending) > most_late or self._without_any(wanted, builds, pending):
-            done, pending = wait(pending, limit_s, FIRST_COMPLETED)
+            others_s += yield from self._pause(Pause(frozenset(pending), limit_s))
+            done = {build for build in pending if build.done()}
             if not done:
                 break
+            pending -= done
+        self._budget.exclude(others_s, limited=False)
         if not self._budget.strict:
             is_first = self._first.issuperset(builds)
-            self._budget.exclude(time.perf_counter() - start, limited=not is_first)
+            self._budget.exclude(time.perf_counter() - start - others_s, limited=not is_first)
         return [candidate for candidate in wanted if builds.get(candidate.id) in pending]
+
+    def _pause(self, pause: Pause) -> Steps[float]:
+        """Wait, and leave the worker to other work meanwhile. Return the seconds that it took."""
+        self._worker.pause()
+        try:
+            others_s = yield pause
+        finally:
+            self._worker.resume(self._context.problem)
+        self._context.others_s += others_s
+        return others_s
 
     def _without_any(
         self,
@@ -198,7 +217,7 @@ class Exploration:
 
     def _built(
         self, wanted: Sequence[Candidate], search: Searcher, is_last: bool
-    ) -> tuple[list[Candidate], list[Candidate]]:
+    ) -> Steps[tuple[list[Candidate], list[Candidate]]]:
         """Return those of the wanted candidates whose build succeeded, and those that are still being built: none, or,
         where builds disturb no timing, up to half of them. is_last: whether the search asks for no others; builds are
         then waited for in the time for exploring, and in that for builds which is not counted.
@@ -214,9 +233,10 @@ class Exploration:
         if is_last:
             left_s = max(0.0, EXPLORE_END * self._budget.seconds - self._budget.elapsed_s)
             left_s += 0.0 if self._budget.strict else self._budget.excludable_s
-            late = self._build_now(to_build, wanted, len(wanted) - 1, None if left_s == math.inf else left_s)
+            late = yield from self._build_now(to_build, wanted, len(wanted) - 1, None if left_s == math.inf else left_s)
         else:
-            late = self._build_now(to_build, wanted, 0 if self._build_ahead is None else len(wanted) // 2)
+            most_late = 0 if self._build_ahead is None else len(wanted) // 2
+            late = yield from self._build_now(to_build, wanted, most_late)
         ready = list[Candidate]()
         for candidate in wanted:
             build = self._builds.get(candidate.id)

@@ -39,6 +39,7 @@ from .selection import (
 )
 from .session_context import SessionContext
 from .time_budget import TimeBudget
+from .turns import Steps, run_alone
 
 # Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
 # the time that choosing a kernel needs.
@@ -111,7 +112,12 @@ class TuningSession:
         return self._context.budget
 
     def run(self, seconds: float | None, limit: int | None, default_s: float | None = None) -> Decision:
-        """Return the Decision, reached within ``seconds`` and after at most ``limit`` candidates.
+        """Tune as ``steps`` does, with nothing else to do during waits for builds."""
+        return run_alone(self.steps(seconds, limit, default_s))
+
+    def steps(self, seconds: float | None, limit: int | None, default_s: float | None = None) -> Steps[Decision]:
+        """Return the Decision, reached within ``seconds`` and after at most ``limit`` candidates. What other work takes
+        during waits for builds does not count; it may use the same worker.
 
         seconds: kept within 10%, unless the first timings of ATen and of one other candidate take longer; None is
         ``default_s`` (by default 6, 3 on a GPU), and more for problems whose single calls are slow. Raises WorkerError
@@ -122,14 +128,15 @@ class TuningSession:
         self._worker.open(self._context.problem, self._context.seed)
         if not self._budget.strict:
             self._budget.cap_spent(OPEN_SHARE)
-        stopped = self._exploration.run(limit)
+        stopped = yield from self._exploration.steps(limit)
         self._exploration.retime_fastest()
         self._confirm()
         raced = self._race()
         self._record_race(raced)
         decision = self._decision(raced.outcome, raced.leader, f"{stopped}; {raced.stopped}", raced.alternatives)
         layouts = {name: item for name, item in raced.layouts.items() if self._ledger[item.candidate].eligible}
-        return msgspec.structs.replace(decision, seconds=time.perf_counter() - run_started, layouts=layouts)
+        own_s = time.perf_counter() - run_started - self._context.others_s
+        return msgspec.structs.replace(decision, seconds=own_s, layouts=layouts)
 
     def none_valid_decision(self, reason: str) -> Decision:
         """Return the Decision for a problem that no worker could open: ``none_valid``, with the evidence collected so

@@ -31,7 +31,8 @@ class SessionContext:
 
     layouts: names of the packed layouts in which the same weight has kernels at other M. best_s: the least screening
     time, slowest_s: the seconds of the longest trial of a candidate, overhead_s: upper bound of the seconds that a
-    timing takes besides its calls, such as emptying the caches; 0.0 before the first candidate.
+    timing takes besides its calls, such as emptying the caches; 0.0 before the first candidate. others_s: the seconds
+    that other work took while this session waited for builds.
     """
 
     problem: Problem
@@ -47,6 +48,7 @@ class SessionContext:
     best_s: float = 0.0
     slowest_s: float = 0.0
     overhead_s: float = 0.0
+    others_s: float = 0.0
 
     def fail(self, row: Row, verdict: Verdict) -> None:
         """Mark a candidate as failed, and store the failure if trying it again would be costly or dangerous."""

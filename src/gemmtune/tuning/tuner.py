@@ -7,9 +7,9 @@ candidates against ATen, under sound statistics).
 
 from __future__ import annotations
 
+import functools
 import logging
-import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, nullcontext
 from dataclasses import dataclass
 from typing import get_args
@@ -17,7 +17,7 @@ from typing import get_args
 from ..core import devices
 from ..core.decision import Decision
 from ..core.errors import StoreError, WorkerError
-from ..core.events import DecisionsUnstored, ProblemDone, ProblemStarted, Progress, silent
+from ..core.events import DecisionsUnstored, EventsInOrder, ProblemDone, ProblemStarted, Progress, silent
 from ..core.problem import Problem, plan_keys_of
 from ..core.target import Target
 from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
@@ -28,6 +28,7 @@ from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .exploration import BUILT_AHEAD, BUILT_AHEAD_OVERLAPPING, first_builds
 from .search import get as get_search
 from .session import TuningSession
+from .turns import Pause, Steps, Work, run_in_turns
 from .worker_pool import WorkerPool
 
 log = logging.getLogger("gemmtune")
@@ -38,6 +39,7 @@ LEASE_S = 30.0
 # beforehand, the seven problems of a decoder with int8 weights at batch 64 waited 2.0 s for builds, with one 3.5 s
 # (H200, 16 processors, compile-built-ahead-h200-20261130.txt).
 BUILT_AHEAD_PROBLEMS = 3
+IN_PROGRESS = 2  # problems: one is tuned while the other waits for builds
 POLL_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
 
 
@@ -111,8 +113,8 @@ class Tuner:
         """Return a Decision for every problem, in the order of first mention, with duplicates merged.
 
         The int is a call count: the problems with the largest total cost (count x flops) are tuned first, so that an
-        interrupted run has decided those that matter most. Each Decision is in the store before the next problem
-        starts. KeyboardInterrupt ends the worker, releases the lease and is raised again. A Decision that a disturbed
+        interrupted run has decided those that matter most. Each Decision is in the store as soon as there is
+        one. KeyboardInterrupt ends the worker, releases the lease and is raised again. A Decision that a disturbed
         machine left inconclusive is not stored; unless the budget is the user's, its problem is tuned once more after
         all others. pool: the worker to use, from ``new_pool``; None starts one and ends it. share: of the budget's
         ``default_s``, where it is given, that each problem has.
@@ -129,9 +131,8 @@ class Tuner:
         with closing(self.new_pool()) if pool is None else nullcontext(pool) as pool:
             pool.pending = [problem for problem in order if problem not in stored]
             self._plans = _PlanPoints(pool.pending, self._target, self._store)
-            for index, problem in enumerate(order):
-                decision = self._decide(problem, stored.get(problem), index, len(order), pool)
-                if decision is not None:
+            with closing(self._decide(order, stored, pool)) as decided:
+                for problem, decision in decided:
                     decisions[problem] = decision
                     self._plans.add(decision)
             self._retune_inconclusive(decisions, pool)
@@ -146,27 +147,34 @@ class Tuner:
         return {problem: decision for problem, decision in records if decision is not None}
 
     def _decide(
-        self, problem: Problem, stored: Decision | None, index: int, total: int, pool: WorkerPool
-    ) -> Decision | None:
-        """Return the decision of this process, of another process or of the store.
+        self, problems: Sequence[Problem], stored: Mapping[Problem, Decision], pool: WorkerPool
+    ) -> Generator[tuple[Problem, Decision], None, None]:
+        """Yield each problem with the decision of the store, of this process or of another one, as soon as there is
+        one: none where another process is tuning the problem and this tuner does not wait.
 
-        None when another process is tuning the problem and this tuner does not wait.
+        Where builds disturb no timing, the next problem is begun while one waits for builds, unless both belong to one
+        Plan: the layouts that are tried first are those of the kernels at other M.
         """
-        self._progress(ProblemStarted(index, total, problem, cached=stored is not None))
-        start = time.perf_counter()
-        decision = stored or self._tune_under_lease(problem, pool)
-        if decision is None:
-            return None
-        if stored is None:
-            pool.durations_s.append(time.perf_counter() - start)
-        mean_s = sum(pool.durations_s) / len(pool.durations_s) if pool.durations_s else None
-        remaining = total - index - 1
-        self._progress(
-            ProblemDone(
-                index, total, decision, 0.0 if remaining == 0 else None if mean_s is None else mean_s * remaining
-            )
-        )
-        return decision
+        events, total = EventsInOrder(self._progress), len(problems)
+
+        def begin(index: int) -> Steps[Decision | None]:
+            problem, progress = problems[index], events.of(index)
+            progress(ProblemStarted(index, total, problem, cached=problem in stored))
+            decision = stored.get(problem)
+            return decision or (yield from self._tune_under_lease(problem, pool, progress))
+
+        works = [Work(problem.plan_key, functools.partial(begin, index)) for index, problem in enumerate(problems)]
+        most = IN_PROGRESS if self._builds_overlap() and self._budget.seconds is None else 1
+        for ended in run_in_turns(works, most):
+            problem, decision = problems[ended.index], ended.result
+            if decision is not None:
+                if problem not in stored:
+                    pool.durations_s.append(ended.seconds)
+                remaining_s = pool.expected_s(total - ended.index - 1)
+                events.of(ended.index)(ProblemDone(ended.index, total, decision, remaining_s))
+            events.end(ended.index)
+            if decision is not None:
+                yield problem, decision
 
     def _retune_inconclusive(self, decisions: dict[Problem, Decision], pool: WorkerPool) -> None:
         """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in
@@ -174,11 +182,10 @@ class Tuner:
         if self._budget.seconds is not None:
             return
         pool.pending = [problem for problem, decision in decisions.items() if decision.outcome == "inconclusive"]
-        for index, problem in enumerate(pool.pending):
-            again = self._decide(problem, None, index, len(pool.pending), pool)
-            decisions[problem] = again or decisions[problem]
+        with closing(self._decide(pool.pending, {}, pool)) as decided:
+            decisions.update(decided)
 
-    def _tune_under_lease(self, problem: Problem, pool: WorkerPool) -> Decision | None:
+    def _tune_under_lease(self, problem: Problem, pool: WorkerPool, progress: Progress) -> Steps[Decision | None]:
         """Tune while holding the problem's lease: one of several processes tunes, and the others read its decision.
 
         None when another process holds the lease and this tuner does not wait.
@@ -190,12 +197,12 @@ class Tuner:
             if not logged:
                 log.info("another process is tuning %s: waiting for its decision", problem.key)
                 logged = True
-            time.sleep(POLL_S)
+            yield Pause(seconds=POLL_S)
             lease = self._lease(problem)
         with lease:
             # The previous holder may have stored a decision since the first look-up.
             stored = None if self._force else self._store.get(self._target, problem.key)
-            return stored or self._tune_one(problem, pool)
+            return stored or (yield from self._tune_one(problem, pool, progress))
 
     def _lease(self, problem: Problem) -> AbstractContextManager[object] | None:
         """Return the problem's lease; None while another process holds it.
@@ -208,12 +215,12 @@ class Tuner:
             log.debug("tuning without a lease: %s", error)
             return nullcontext()
 
-    def _tune_one(self, problem: Problem, pool: WorkerPool) -> Decision:
+    def _tune_one(self, problem: Problem, pool: WorkerPool, progress: Progress) -> Steps[Decision]:
         worker = pool.worker()
         build = pool.builders.begin if self._isolate else None
         ahead = pool.builders.ahead if self._builds_overlap() else None
         session = TuningSession(
-            problem, self._target, self._names, self._store, worker, self._progress, self._seed,
+            problem, self._target, self._names, self._store, worker, progress, self._seed,
             build=build, build_ahead=ahead, hot=self._hot, layouts=self._plans.layouts(problem),
             search=self._search,
         )  # fmt: skip
@@ -221,12 +228,12 @@ class Tuner:
         worker.wait()
         default_s = None if self._budget.default_s is None else self._share * self._budget.default_s
         try:
-            decision = session.run(self._budget.seconds, self._budget.candidates, default_s)
+            decision = yield from session.steps(self._budget.seconds, self._budget.candidates, default_s)
         except WorkerStartError:
             raise
         except WorkerError as error:  # the worker cannot open this problem; others may still be tuned
             return session.none_valid_decision(str(error))
-        self._store_decision(decision)
+        self._store_decision(decision, progress)
         return decision
 
     def _builds_overlap(self) -> bool:
@@ -250,7 +257,7 @@ class Tuner:
             first = first_builds(candidates, BUILT_AHEAD if later else BUILT_AHEAD_OVERLAPPING)
             pool.builders.ahead(problem, first, self._target, later=later)
 
-    def _store_decision(self, decision: Decision) -> None:
+    def _store_decision(self, decision: Decision, progress: Progress) -> None:
         """Store a decision, after the earlier ones that the store could not take.
 
         Decisions that cannot be stored now stay in ``_unstored``; the first failure is logged as a warning.
@@ -268,7 +275,7 @@ class Tuner:
             if not failed_before:
                 log.warning("decisions of this run are not kept: %s", error)
         if failed_before or reason:
-            self._progress(DecisionsUnstored(self._target.key, len(self._unstored), reason))
+            progress(DecisionsUnstored(self._target.key, len(self._unstored), reason))
 
 
 class _PlanPoints:

@@ -65,6 +65,12 @@ class WorkerPool:
         if self._isolate:
             self.builders.start(self._target.device)
 
+    def expected_s(self, count: int) -> float | None:
+        """Return the seconds that so many problems take if they take as long as the tuned ones; None when unknown."""
+        if count == 0:
+            return 0.0
+        return count * sum(self.durations_s) / len(self.durations_s) if self.durations_s else None
+
     @property
     def begin_builds(self) -> BeginBuilds | None:
         """The function that begins to build candidates of several Problems; None without isolation: the worker builds

@@ -85,6 +85,7 @@ class RequestHandler:
         self._progress, self._marker_fd = progress, marker_fd
         self._timing: DeviceTiming | None = None
         self._job: ProblemSession | None = None
+        self._kept: dict[str, ProblemSession] = {}  # by the key of the problem, while another one is open
         self._artifacts: Path | None = None
         self._pins = CpuPinning()
 
@@ -108,6 +109,16 @@ class RequestHandler:
             self._check_context("; ".join(verdict.detail for verdict in reply.faults.values()))
         return reply
 
+    def _leave_job(self, request: Open, problem: Problem) -> ProblemSession | None:
+        """Drop the sessions that a request to open a problem does not keep, and return the one that it resumes, if it
+        is still in memory."""
+        if self._job is not None:
+            self._kept[self._job.problem.key] = self._job
+        self._job = None
+        resumed = self._kept.get(problem.key) if request.resumes else None
+        self._kept = {key: job for key, job in self._kept.items() if key in request.keep and key != problem.key}
+        return resumed
+
     def _check_context(self, happened: str) -> None:
         """Raise ContextLost if the device's context is lost, with ``happened`` in its message."""
         if self._timing is not None and (fault := self._timing.fault()):
@@ -127,12 +138,12 @@ class RequestHandler:
                     self._timing.warm_up()
                 return Ready()
             case Open():
-                self._job = None  # frees the previous problem's operands before allocating this one's
                 problem, timing = Problem.from_dict(request.problem), self._require_timing()
+                resumed = self._leave_job(request, problem)  # frees operands before allocating this problem's
                 # A new one: the race reads the machine's state since now, the time in which candidates are tried.
-                self._timing = timing = device_timing.of(timing.target, timing.latency)
+                self._timing = timing = resumed.timing if resumed else device_timing.of(timing.target, timing.latency)
                 self._limit(timing, request.memory)
-                self._job = ProblemSession(problem, timing, request.seed)
+                self._job = resumed or ProblemSession(problem, timing, request.seed)
                 return Ready(operand_bytes(problem))
             case Attempt():
                 attempted = self._require_job().attempt(Candidate.from_dict(request.candidate), request.cutoff_s)
@@ -200,7 +211,7 @@ class ProblemSession:
     use."""
 
     def __init__(self, problem: Problem, timing: DeviceTiming, seed: int) -> None:
-        self.problem, self.target, self._timing, self._seed = problem, timing.target, timing, seed
+        self.problem, self.target, self.timing, self._seed = problem, timing.target, timing, seed
         self._test_cases: tuple[ReferenceCase, ...] | None = None
         self._rows: RowCountVerifier | None = None
         self._flush: Flush | None = None
@@ -306,7 +317,7 @@ class ProblemSession:
             if kernel is None:
                 raise WorkerError(f"{candidate.id} was confirmed but cannot be loaded again: {verdict.detail}")
             kernels[candidate.id] = kernel
-        return RaceOperands(kernels, self.problem, self._timing, self._seed, marker_fd, hot=hot, conditions=conditions)
+        return RaceOperands(kernels, self.problem, self.timing, self._seed, marker_fd, hot=hot, conditions=conditions)
 
     def time_sizes(self, request: TimeSizes, marker_fd: int | None) -> SizesTimed:
         """Time candidates at several M, or batches. Kernels and operands stay in memory for the next request with the
@@ -328,7 +339,7 @@ class ProblemSession:
                     kernel.keep_torch_flags()
                     kernels[name] = kernel
             self._sweep = SizeSweep(
-                kernels, self.problem, self._timing, self._seed, marker_fd, last=request.last, dim=request.dim,
+                kernels, self.problem, self.timing, self._seed, marker_fd, last=request.last, dim=request.dim,
                 hot=request.hot, numbers={name: position + 1 for position, name in enumerate(names)},
             )  # fmt: skip
         wanted = {m: [names[position] for position in positions] for m, positions in request.sizes.items()}
@@ -458,7 +469,7 @@ class ProblemSession:
     def _screening_times(self, kernel: Kernel, cutoff_s: float | None) -> tuple[float, ...]:
         call, weight = self._single_call(kernel)
         flush = (lambda: evict([weight])) if can_evict(self.target) else self._get_flush()
-        return self._timing.screening_times(call, flush, cutoff_s, self._speed_reference)
+        return self.timing.screening_times(call, flush, cutoff_s, self._speed_reference)
 
     def _single_call(self, kernel: Kernel) -> tuple[Callable[[], None], Any]:
         """Return a function that calls the kernel once on the first test case, for its screening time, and the weight
@@ -485,7 +496,7 @@ class ProblemSession:
         if key not in self._packed:
             start = time.perf_counter()
             self._packed[key] = kernel.pack(source)
-            self._timing.synchronize()
+            self.timing.synchronize()
             self._packing_s.setdefault(kernel.packing, time.perf_counter() - start)
         return self._packed[key]
 

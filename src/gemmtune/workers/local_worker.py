@@ -9,7 +9,7 @@ from ..core.target import Target
 from ..timing.clock import Latency
 from .contract import Progress, R, expect, ignore, path_or_none
 from .job import RequestHandler
-from .protocol import Open, Request, Setup
+from .protocol import Request, Setup
 from .worker import Worker
 
 
@@ -32,14 +32,20 @@ class LocalWorker(Worker):
     def wait(self) -> None:
         """Do nothing: this process is ready."""
 
-    def open(self, problem: Problem, seed: int) -> None:
-        self._handler.answer(Open(problem.to_dict(), seed))
-
     def close(self) -> None:
         import torch
 
         torch.set_num_threads(self._threads)
 
+    def _memory_for(self, problem: Problem) -> int:
+        return 0
+
+    def _open_problem(self) -> None:
+        if self._problem is not None and not self._opened:
+            self._handler.answer(self._problem)
+            self._opened = True
+
     def _ask(self, request: Request, limit_s: float, reply_type: type[R], progress: Progress = ignore) -> R:
+        self._open_problem()
         self._progress = progress
         return expect(self._handler.answer(request), reply_type)

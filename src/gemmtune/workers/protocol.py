@@ -36,12 +36,15 @@ class Setup(msgspec.Struct, tag=True, forbid_unknown_fields=True):
 
 
 class Open(msgspec.Struct, tag=True, forbid_unknown_fields=True):
-    """Request to open a problem: to prepare its operands and its oracle. memory: bytes that the worker may allocate for
-    it; 0 = unlimited."""
+    """Request to open a problem: to prepare its operands and its oracle, unless it ``resumes`` a session that is still
+    in memory. memory: bytes that the worker may allocate for it; 0 = unlimited. keep: keys of the problems whose
+    sessions stay in memory."""
 
     problem: dict[str, Any]
     seed: int = 0
     memory: int = 0
+    keep: list[str] = []
+    resumes: bool = False
 
 
 class Attempt(msgspec.Struct, tag=True, forbid_unknown_fields=True):

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
+import msgspec
+
 from .. import backends
 from ..core import plugins
 from ..core.candidate import Candidate
@@ -95,6 +97,7 @@ class Worker:
         self._host: Host | None = None
         self._process: Process | None = None
         self._problem: Open | None = None
+        self._paused: dict[str, Open] = {}  # by the key of the problem
         self._opened = self._ready_once = False
         self._suspect = False  # a failure may have damaged this process
         self._sound: Candidate | None = None  # a candidate that was right on this problem
@@ -128,13 +131,29 @@ class Worker:
 
     def open(self, problem: Problem, seed: int) -> None:
         """Set the problem to work on. Raises WorkerError when its operands or oracle cannot be prepared."""
-        spare = _SPARE_BYTES if is_host(self._target.device) else _SPARE_BYTES_GPU
-        memory = self._limits.memory or _OPERAND_MULTIPLE * operand_bytes(problem) + spare
-        self._problem, self._opened, self._sound = Open(problem.to_dict(), seed, memory), False, None
+        self._problem = Open(problem.to_dict(), seed, self._memory_for(problem), list(self._paused))
+        self._opened, self._sound = False, None
         try:
             self._open_problem()
         except WorkerLost as loss:
             raise WorkerError(f"the worker was lost while preparing {problem.key}: {loss.verdict.detail}") from loss
+
+    def pause(self) -> None:
+        """Keep the session of the problem that is open in memory while others are opened, until ``resume``."""
+        if self._problem is not None:
+            self._paused[Problem.from_dict(self._problem.problem).key] = self._problem
+
+    def resume(self, problem: Problem) -> None:
+        """Go on with a problem that was left by ``pause``. The next request opens it, from the start if the worker was
+        lost meanwhile. Raises KeyError for another problem."""
+        request = self._paused.pop(problem.key)
+        if request is not self._problem:
+            self._problem = msgspec.structs.replace(request, resumes=True, keep=list(self._paused))
+            self._opened, self._sound = False, None
+
+    def _memory_for(self, problem: Problem) -> int:
+        spare = _SPARE_BYTES if is_host(self._target.device) else _SPARE_BYTES_GPU
+        return self._limits.memory or _OPERAND_MULTIPLE * operand_bytes(problem) + spare
 
     def attempt(
         self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None
