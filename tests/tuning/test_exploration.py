@@ -70,6 +70,13 @@ class Compiled(Prebuilt):
         raise NotImplementedError
 
 
+class CompilesInCalls(Prebuilt):
+    """Backend that has nothing to build, and whose first calls for PROBLEM compile something."""
+
+    def compiles_in_calls(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
+        return problem == PROBLEM
+
+
 class Clock:
     """Fake of the module ``time``."""
 
@@ -323,9 +330,15 @@ def test_first_builds_are_the_first_of_each_template_that_needs_building(clock: 
     first, second = make("y", 15, "first"), make("y", 3, "second")
     mixed = [second[0], *first, *X, *second[1:]]
     turns = [candidate for pair in zip(second, first[:3], strict=True) for candidate in pair]
-    assert first_builds(mixed, 12) == [*turns, *first[3:12]]
-    assert first_builds(mixed, 6) == [*turns, *first[3:6]]
-    assert first_builds(X, 12) == []
+    assert first_builds(PROBLEM, mixed, TARGET, 12) == [*turns, *first[3:12]]
+    assert first_builds(PROBLEM, mixed, TARGET, 6) == [*turns, *first[3:6]]
+    assert first_builds(PROBLEM, X, TARGET, 12) == []
+
+
+def test_what_first_calls_compile_is_among_the_first_builds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backends, "get", lambda _: CompilesInCalls())
+    assert first_builds(PROBLEM, X, TARGET, 2) == X[:2]
+    assert first_builds(PROBLEM.with_m(PROBLEM.m + 1), X, TARGET, 2) == []
 
 
 class Builds:

@@ -22,6 +22,7 @@ from gemmtune.workers import builds, host_pool
 from gemmtune.workers.builds import Builders, BuildLimits
 from gemmtune.workers.contract import WorkerStartError
 from gemmtune.workers.process_tags import tagged
+from helpers import early_compiler
 
 PROBLEM = Problem("mm", 5, 24, 32, Operand("float32"), Operand("float32"), "float32")
 TARGET = current_cpu()
@@ -240,3 +241,26 @@ def test_candidates_of_several_problems_are_built_at_once() -> None:
     assert isinstance(verdict, Verdict)
     assert verdict.kind == "build_failed"
     assert all(isinstance(artifact, Artifact) for artifact in built.values())
+
+
+def test_what_first_calls_of_prebuilt_candidates_compile_is_compiled_once_for_a_problem(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In processes of their own. Where that fails, the first call will compile it."""
+    monkeypatch.setitem(backends._PLUGINS, "early", early_compiler.ENTRY_POINT)
+    backends.get.cache_clear()
+    log = tmp_path / "log"
+    names = ("plain", "compiles", "raises", "crashes")
+    candidates = [Candidate.make("early", name, log=str(log)) for name in names]
+    with Builders(LIMITS) as builders:
+        for _ in range(2):
+            for outcome in builders(PROBLEM, candidates, TARGET).values():
+                assert isinstance(outcome, Artifact)
+                assert outcome.digest == "early"
+        builders(replace(PROBLEM, m=6), candidates[1:2], TARGET)
+    lines = [line.split() for line in log.read_text().splitlines()]
+    # A crash ends no other build; the first of a host that did not end is not repeated.
+    assert sorted((name, m) for name, m, _ in lines) == [
+        ("compiles", "5"), ("compiles", "6"), ("crashes", "5"), ("raises", "5"),
+    ]  # fmt: skip
+    assert str(os.getpid()) not in {pid for _, _, pid in lines}

@@ -262,6 +262,16 @@ class Backend(ABC):
         returns; else None. Cheap: builds nothing."""
         return self.build(problem, candidate, target) if self.is_prebuilt else None
 
+    def compiles_in_calls(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
+        """Whether the first call of a prebuilt backend's candidate compiles what ``compile_early`` can. By default
+        not."""
+        return False
+
+    def compile_early(self, problem: Problem, candidate: Candidate, target: Target) -> None:
+        """Compile what the first call of a candidate would, where another process finds it; needs no device. Called in
+        processes that build, for candidates of which ``compiles_in_calls`` is true."""
+        raise NotImplementedError(f"{self.name} compiles nothing in calls")
+
     @abstractmethod
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
         """Load an artifact in the process that will run it. Raises KernelError when it cannot be loaded."""

@@ -95,9 +95,8 @@ class Exploration:
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
-        yield from self._begin_builds(
-            first_builds(candidates, BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING)
-        )
+        count = BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING
+        yield from self._begin_builds(first_builds(self._context.problem, candidates, self._context.target, count))
         tried, late = 0, list[Candidate]()
         while (batch := search.ask()) is not None or late:
             is_last, wanted = batch is None, [*late, *(batch or ())]
@@ -358,7 +357,7 @@ class Exploration:
         return min(listed, int(remaining_s / each_s) + 1 if each_s > 0 else listed)
 
 
-def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]:
+def first_builds(problem: Problem, candidates: Iterable[Candidate], target: Target, count: int) -> list[Candidate]:
     """Return the candidates to build first: the first ``count`` of each template that needs building, the first of each
     template first.
 
@@ -366,7 +365,8 @@ def first_builds(candidates: Iterable[Candidate], count: int) -> list[Candidate]
     """
     firsts: dict[tuple[str, str], list[Candidate]] = {}
     for candidate in candidates:
-        if not backends.get(candidate.backend).is_prebuilt:
+        backend = backends.get(candidate.backend)
+        if not backend.is_prebuilt or backend.compiles_in_calls(problem, candidate, target):
             firsts.setdefault((candidate.backend, candidate.template), []).append(candidate)
     waves = itertools.zip_longest(*(group[:count] for group in firsts.values()))
     return [candidate for wave in waves for candidate in wave if candidate is not None]

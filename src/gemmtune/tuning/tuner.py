@@ -254,7 +254,8 @@ class Tuner:
         if self._builds_overlap() and problem not in pool.built_early:
             pool.built_early.add(problem)
             candidates, _ = enumerate_candidates(problem, self._target, self._names)
-            first = first_builds(candidates, BUILT_AHEAD if later else BUILT_AHEAD_OVERLAPPING)
+            count = BUILT_AHEAD if later else BUILT_AHEAD_OVERLAPPING
+            first = first_builds(problem, candidates, self._target, count)
             pool.builders.ahead(problem, first, self._target, later=later)
 
     def _store_decision(self, decision: Decision, progress: Progress) -> None:

@@ -75,6 +75,7 @@ class Builders:
         self._ahead_lock = threading.Lock()
         self._background: dict[_Turn, ThreadPoolExecutor] = {}
         self._early_builds: dict[tuple[str, str], _EarlyBuild] = {}
+        self._built: set[tuple[str, str]] = set()  # keys of Problems, with ids of candidates
 
     def __call__(
         self, problem: Problem, candidates: Iterable[Candidate], target: Target
@@ -106,7 +107,7 @@ class Builders:
         futures: dict[str, Future[Artifact | Verdict]] = {}
         compiled: list[Candidate] = []
         for candidate in {candidate.id: candidate for candidate in candidates}.values():
-            artifact = _existing_artifact(problem, candidate, target, self._artifacts)
+            artifact = self._existing_artifact(problem, candidate, target)
             futures[candidate.id] = Future()
             if artifact is not None:
                 futures[candidate.id].set_result(artifact)
@@ -124,7 +125,7 @@ class Builders:
                 with contextlib.suppress(WorkerError, CancelledError):  # otherwise this thread builds it
                     return early_build.future.result()
             with slots.acquired(_Turn.NOW):
-                return jobs.build(candidate, _Turn.NOW)
+                return self._build(jobs, candidate, _Turn.NOW)
 
         futures |= {candidate.id: pool.submit(build, candidate) for candidate in compiled}
         pool.shutdown(wait=False)  # its threads end after their builds
@@ -149,7 +150,7 @@ class Builders:
         # A later call that needs the build raises the error.
         with self._ahead_lock, contextlib.suppress(WorkerError, ValueError):
             requested = {c.id: c for c in candidates if (problem.key, c.id) not in self._early_builds}
-            missing = [candidate for candidate in requested.values() if self._is_missing(problem, candidate, target)]
+            missing = [c for c in requested.values() if self._existing_artifact(problem, c, target) is None]
             if not missing:
                 return
             jobs = self._jobs(problem, missing, target)
@@ -188,18 +189,32 @@ class Builders:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    @staticmethod
     def _build_early(
-        slots: _BuildSlots, turn: _Turn, jobs: _Jobs, candidate: Candidate, claim: threading.Lock
+        self, slots: _BuildSlots, turn: _Turn, jobs: _Jobs, candidate: Candidate, claim: threading.Lock
     ) -> Artifact | Verdict:
         with slots.acquired(turn):
             if not claim.acquire(blocking=False):
                 raise WorkerError("a call that could not wait builds it")
-            artifact = _existing_artifact(jobs.problem, candidate, jobs.target, jobs.artifacts)
-            return artifact or jobs.build(candidate, turn)
+            artifact = self._existing_artifact(jobs.problem, candidate, jobs.target)
+            return artifact or self._build(jobs, candidate, turn)
 
-    def _is_missing(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
-        return _existing_artifact(problem, candidate, target, self._artifacts) is None
+    def _build(self, jobs: _Jobs, candidate: Candidate, turn: _Turn) -> Artifact | Verdict:
+        outcome = jobs.build(candidate, turn)
+        self._built.add((jobs.problem.key, candidate.id))
+        if isinstance(outcome, Verdict) and backends.get(candidate.backend).is_prebuilt:
+            # Its first call compiles what was to be compiled here.
+            return self._existing_artifact(jobs.problem, candidate, jobs.target) or outcome
+        return outcome
+
+    def _existing_artifact(self, problem: Problem, candidate: Candidate, target: Target) -> Artifact | None:
+        """Return the artifact of a candidate for which nothing has to be built, else None. Raises ValueError for an
+        unknown backend."""
+        backend = backends.get(candidate.backend)
+        with artifacts_in(self._artifacts):
+            artifact = backend.artifact(problem, candidate, target)
+        if artifact is None or (problem.key, candidate.id) in self._built:
+            return artifact
+        return None if backend.compiles_in_calls(problem, candidate, target) else artifact
 
     def _jobs(self, problem: Problem, candidates: list[Candidate], target: Target) -> _Jobs:
         limits = self._limits
@@ -356,12 +371,3 @@ class _Jobs:
         if built.verdict is not None:
             return built.verdict
         return Artifact(candidate, built.digest, None if built.path is None else Path(built.path))
-
-
-def _existing_artifact(
-    problem: Problem, candidate: Candidate, target: Target, artifacts: Path | None
-) -> Artifact | None:
-    """Return the artifact of a candidate that needs no building, else None. Raises ValueError for an unknown
-    backend."""
-    with artifacts_in(artifacts):
-        return backends.get(candidate.backend).artifact(problem, candidate, target)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -514,10 +515,14 @@ def _groups_of_rows(sizes: Sequence[int]) -> Iterator[list[int]]:
 
 
 def build(problem: Problem, candidate: Candidate, target: Target) -> Built:
-    """Build a candidate for another process to load."""
+    """Build a candidate for another process to load, and compile what its first call there would."""
     artifact = _artifact(problem, candidate, target)
     if isinstance(artifact, Verdict):
         return Built(artifact)
+    backend = backends.get(candidate.backend)
+    if backend.compiles_in_calls(problem, candidate, target):
+        with contextlib.suppress(Exception):  # the first call meets the error, where others than Triton may serve
+            backend.compile_early(problem, candidate, target)
     return Built(None, artifact.digest, None if artifact.path is None else str(artifact.path))
 
 

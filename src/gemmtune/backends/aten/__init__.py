@@ -168,12 +168,26 @@ class AtenBackend(Backend):
         raise KernelError(f"no ATen formulation for {problem.key}")
 
     def load(self, artifact: Artifact, problem: Problem) -> Kernel:
-        candidate = artifact.candidate
+        return self._loaded(problem, artifact.candidate)
+
+    @staticmethod
+    def _loaded(problem: Problem, candidate: Candidate) -> AtenKernel | NormThen:
         template = _BY_NAME.get(candidate.template)
         if template is None:
             raise KernelError(f"the ATen backend has no template {candidate.template!r}; it has {', '.join(_BY_NAME)}")
         kernel = template(problem.without_norm(), candidate)
         return kernel if problem.norm is None else NormThen(problem, kernel)
+
+    def compiles_in_calls(self, problem: Problem, candidate: Candidate, target: Target) -> bool:
+        if target.device != "cuda" or target.is_amd:
+            return False
+        from ..triton.compiler import triton_version, why_unusable
+
+        return not why_unusable(triton_version()) and bool(self._loaded(problem, candidate).jit_calls())
+
+    def compile_early(self, problem: Problem, candidate: Candidate, target: Target) -> None:
+        for kernel, operands in self._loaded(problem, candidate).jit_calls():
+            kernel.compile_for(target, operands)
 
     def source_digest(self) -> str:
         return _digest()

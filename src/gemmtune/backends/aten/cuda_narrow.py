@@ -27,7 +27,15 @@ from .cuda_rules import (
     why_scales_unsupported,
 )
 from .dense import PADDED
-from .kernel import AtenKernel, SlicedKernel, dense_weight_bytes, require_layout, steps_kernel, why_not_packable
+from .kernel import (
+    AtenKernel,
+    JitCalls,
+    SlicedKernel,
+    dense_weight_bytes,
+    require_layout,
+    steps_kernel,
+    why_not_packable,
+)
 from .padding import int_product, scaled_product, why_int_sizes_unsupported, wide_mm
 from .quantized import IntMm, ScaledMm, aligned, clone_raw, nibbles, quantized_packed_weight, scaled_operands
 from .steps import apply_steps, dtype_of
@@ -141,8 +149,8 @@ class UpcastRounded(Upcast):
         super().__init__(problem, candidate)
         assert problem.b.quant is not None
         self.rounding = Rounding(0, problem.a.dtype)
-        scale = Step("scale", "col", problem.b.quant.scale_dtype)
-        self._scaled_steps = steps_kernel((scale, *problem.epilogue), problem.a.dtype, problem.out_dtype)
+        self._steps = (Step("scale", "col", problem.b.quant.scale_dtype), *problem.epilogue)
+        self._scaled_steps = steps_kernel(self._steps, problem.a.dtype, problem.out_dtype)
 
     @classmethod
     def why_unsupported(cls, problem: Problem, config: Mapping[str, Scalar]) -> str:
@@ -166,10 +174,19 @@ class UpcastRounded(Upcast):
         """Return the weight's integers in ``dtype`` [K, N]."""
         return levels(b, dtype)
 
+    def jit_calls(self) -> JitCalls:
+        scale_dtype, elements = self._steps[0].dtype, self.problem.m * self.problem.n
+        if self._is_scaled_by_operator(elements, scale_dtype == self.problem.out_dtype):
+            return []
+        return self._steps_calls(self._scaled_steps, self._steps, self.problem.a.dtype)
+
+    def _is_scaled_by_operator(self, elements: int, same_dtype: bool) -> bool:
+        """Whether ``torch.mul`` scales a product of so many elements, with scales of the result's dtype or others."""
+        return not self.remaining and same_dtype and elements <= self.most_scaled_by_operator
+
     def run(self, a: Tensor, b: Any, aux: Sequence[Tensor], out: Tensor) -> None:
         product = self._without_reduced_precision(a, torch.mm, a, self.integers(b, a.dtype))
-        is_operator = not self.remaining and b.scale.dtype == out.dtype
-        if is_operator and product.numel() <= self.most_scaled_by_operator:
+        if self._is_scaled_by_operator(product.numel(), b.scale.dtype == out.dtype):
             torch.mul(product, b.scale, out=out)
         elif self._scaled_steps is None or not self._scaled_steps.run(product, (b.scale, *aux), out):
             out.copy_(apply_steps(product.float() * b.scale, self.remaining, aux))
@@ -196,6 +213,15 @@ class UpcastConverted(UpcastRounded):
         from ..triton.compiler import triton_version, why_unusable
 
         return why_unusable(triton_version())
+
+    def jit_calls(self) -> JitCalls:
+        from ..triton.conversion import conversion
+
+        k, n = self.problem.k, self.problem.n
+        source, result = (
+            torch.empty(k, n, dtype=dtype_of(name), device="meta") for name in ("int8", self.problem.a.dtype)
+        )
+        return [*super().jit_calls(), (conversion(), (source, result))]
 
     def integers(self, b: QuantWeight, dtype: torch.dtype) -> Tensor:
         from ..triton.conversion import conversion

@@ -23,7 +23,11 @@ from .fusion import Fused, remaining_epilogue
 from .steps import apply_steps, dtype_of, round_to_dtype
 
 if TYPE_CHECKING:
+    from ..triton.jit_kernel import JitKernel
     from ..triton.pointwise import Pointwise
+
+# A Triton kernel that is compiled in its first call, and operands like those of a call, on PyTorch's device "meta".
+JitCalls = list[tuple["JitKernel", tuple[Any, ...]]]
 
 _CUBLAS = torch.backends.cuda.matmul
 _REDUCTION_FLAGS = {
@@ -164,6 +168,29 @@ class AtenKernel(Kernel):
         from ..cublaslt.choice import chosen_algorithm
 
         return chosen_algorithm(product, m)
+
+    def jit_calls(self) -> JitCalls:
+        """Return the Triton kernels beside the product that a call on a GPU launches, for dense operands with the
+        Problem's sizes."""
+        return self._steps_calls(self._pointwise, self.remaining, self.product_dtype(self.problem))
+
+    def _steps_calls(self, kernel: Pointwise | None, steps: Epilogue, dtype: str) -> JitCalls:
+        """Return the call of a kernel that computes ``steps`` from a product of ``dtype``; none where there is no
+        kernel, or the product is no matrix."""
+        problem = self.problem
+        if kernel is None or problem.is_batched or problem.is_empty:
+            return []
+        m, n = problem.m, problem.n
+        aux = [
+            torch.empty((m, n) if step.axis == "full" else n, dtype=dtype_of(step.dtype), device="meta")
+            for step in steps
+            if step.takes_tensor and step.dtype is not None
+        ]
+        acc, out = (
+            torch.empty(m, columns, dtype=dtype_of(name), device="meta")
+            for columns, name in ((n, dtype), (problem.columns, problem.out_dtype))
+        )
+        return [(kernel, (acc, aux, out))]
 
     def _without_reduced_precision(self, a: Tensor, compute: Callable[..., Any], *operands: Any) -> Any:
         """Return ``compute(*operands)``, on a GPU with all sums in float32.

@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from ...core.epilogue import Epilogue
 from ...core.problem import Problem, bits
 from ...core.weights import PackedWeight
 from ..base import Kernel
-from .kernel import AtenKernel
-from .steps import normalize_rows
+from .kernel import AtenKernel, JitCalls
+from .steps import dtype_of, normalize_rows
 
 
 def normalize_rows_by_kernel(a: Tensor, norm: Epilogue, tensors: Sequence[Tensor]) -> Tensor:
@@ -55,6 +56,15 @@ class NormThen(Kernel):
         """Return the normalised rows, and the tensors of the other steps."""
         count = len(self._norm)
         return normalize_rows_by_kernel(a, self._norm, aux[:count]), aux[count:]
+
+    def jit_calls(self) -> JitCalls:
+        """Return what ``AtenKernel.jit_calls`` does, with the kernel of the norm."""
+        from ..triton.row_norm import row_norm_of
+
+        problem, norm = self.problem, self._norm
+        rows, result = (torch.empty(problem.m, problem.k, dtype=dtype_of(problem.a.dtype), device="meta") for _ in "ab")
+        tensors = [torch.empty(problem.k, dtype=dtype_of(str(step.dtype)), device="meta") for step in norm]
+        return [(row_norm_of(norm[0].kind, norm[0].value), (rows, tensors, result)), *self._product.jit_calls()]
 
     def keep_torch_flags(self) -> None:
         self._product.keep_torch_flags()

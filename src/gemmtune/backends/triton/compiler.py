@@ -298,6 +298,16 @@ def _options(config: dict[str, Any]) -> dict[str, int]:
     return {"num_warps": int(config["warps"]), "num_stages": int(config["stages"])}
 
 
+def gpu_target(target: Target) -> Any:
+    """Return Triton's description of a GPU."""
+    from triton.backends.compiler import GPUTarget
+
+    device = device_limits(target)
+    if device.arch:
+        return GPUTarget("hip", device.arch, device.warp)
+    return GPUTarget("cuda", 10 * device.capability[0] + device.capability[1], device.warp)
+
+
 def compile_spec(compilation: Spec, target: Target) -> bytes:
     """Return the artifact: for each kernel in launch order the length of its Header's JSON, the JSON, and its cubin.
 
@@ -307,7 +317,6 @@ def compile_spec(compilation: Spec, target: Target) -> bytes:
     if reason:
         raise UnsupportedError(reason)
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
     from . import kernels
@@ -319,13 +328,10 @@ def compile_spec(compilation: Spec, target: Target) -> bytes:
     constants = compilation.constants
     if device.arch:
         constants = {**constants, "PTX": False}
-        gpu = GPUTarget("hip", device.arch, device.warp)
-    else:
-        gpu = GPUTarget("cuda", 10 * device.capability[0] + device.capability[1], device.warp)
     source = ASTSource(fn=function, signature=compilation.signature, constexprs=constants, attrs=attributes)
     options = {**compilation.options, "enable_fp_fusion": True}  # Triton 3.10 will not fuse unless asked to
     try:
-        compiled = triton.compile(source, target=gpu, options=options)
+        compiled = triton.compile(source, target=gpu_target(target), options=options)
     except Exception as error:  # Triton's compiler has no exception class of its own
         raise KernelError(f"Triton cannot compile it: {_last_line(error)}") from error
     cubin = bytes(compiled.asm["hsaco" if device.arch else "cubin"])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 from torch import Tensor
 
 from .compiler import CONVERTED_ITEMS
-from .jit_kernel import JitKernel
+from .jit_kernel import JitCall, JitKernel
 
 
 class Conversion(JitKernel):
@@ -25,12 +26,12 @@ class Conversion(JitKernel):
             return False
         return self._try_launch(target, (source,), lambda: self.launch(source, target))
 
-    def launch(self, source: Tensor, target: Tensor) -> None:
-        """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
+    def call(self, operands: tuple[Any, ...], signals: bool) -> JitCall:
         from .kernels import convert
 
-        count = source.numel()
-        convert[(-(-count // CONVERTED_ITEMS),)](source, target, count, ITEMS=CONVERTED_ITEMS, num_warps=4)
+        source, target = operands
+        count, constants = source.numel(), {"ITEMS": CONVERTED_ITEMS, "num_warps": 4}
+        return JitCall(convert, (-(-count // CONVERTED_ITEMS),), (source, target, count), constants)
 
 
 @functools.cache

@@ -5,20 +5,31 @@ from __future__ import annotations
 
 import functools
 import logging
+from abc import abstractmethod
 from collections.abc import Callable, Iterable
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...core.devices import is_capturing
+from ...core.target import Target
 from ...core.torch_compat import increment_version
 from ..gpu.driver import record_captured
-from .compiler import triton_version, why_unusable
+from .compiler import gpu_target, triton_version, why_unusable
 
 log = logging.getLogger("gemmtune")
 
 _SIGNALS_FROM = (9, 0)  # the first compute capability with programmatic dependent launch
+
+
+class JitCall(NamedTuple):
+    """A call of a function of Triton's, with positional arguments and constants, for a grid of programs."""
+
+    function: Any
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]
+    constants: dict[str, Any]
 
 
 class JitKernel:
@@ -28,6 +39,28 @@ class JitKernel:
 
     def __init__(self) -> None:
         self._launched: set[tuple[object, ...]] = set()
+
+    @abstractmethod
+    def call(self, operands: tuple[Any, ...], signals: bool) -> JitCall:
+        """Return the call for operands as those of ``run``. signals: as ``signals`` says of their device."""
+
+    def launch(self, *operands: Any) -> None:
+        """Launch the kernel, which Triton compiles where it has not done so yet. operands: as for ``run``."""
+        function, grid, args, constants = self.call(operands, signals(operands[0].device))
+        function[grid](*args, **constants)
+
+    def compile_for(self, target: Target, operands: tuple[Any, ...]) -> None:
+        """Compile the kernel into Triton's cache, where another process's first launch finds it, as for operands on a
+        GPU that start at multiples of 16 bytes. Needs no GPU. For processes that build: afterwards this one launches no
+        Triton kernel.
+
+        target: the GPU, one of NVIDIA's. operands: as for ``run``, on PyTorch's device "meta".
+        """
+        from triton.runtime import driver
+
+        driver.set_active(_NoDriver(target))
+        function, grid, args, constants = self.call(operands, target.compute_capability >= _SIGNALS_FROM)
+        function.warmup(*args, grid=grid, **constants)
 
     def _try_launch(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
         """Have ``launch`` write into ``out`` on its GPU's current stream, and return True. operands: what it reads.
@@ -69,3 +102,19 @@ def signals(device: torch.device) -> bool:
         and torch.version.hip is None
         and torch.cuda.get_device_capability(device) >= _SIGNALS_FROM
     )
+
+
+class _NoDriver:
+    """What Triton asks of its driver to compile a kernel for a GPU that need not be there."""
+
+    def __init__(self, target: Target) -> None:
+        self._target = target
+
+    def get_current_device(self) -> int:
+        return -1
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        return gpu_target(self._target)

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ...core.epilogue import GATES, Epilogue
 from ..gpu.rules import EPILOGUE_DTYPES, MAX_STEPS, stays_integer, step_constants
-from .jit_kernel import JitKernel, signals
+from .jit_kernel import JitCall, JitKernel
 
 _FLOATS = ("float32", "bfloat16", "float16")
 _ELEMENTS = 1024  # of a program: 8 for each thread of 4 warps, which it loads by 16 bytes in two bytes' dtypes
@@ -46,18 +46,17 @@ class Pointwise(JitKernel):
             return False
         return self._try_launch(out, (acc, *aux), lambda: self.launch(acc, aux, out))
 
-    def launch(self, acc: Tensor, aux: Sequence[Tensor], out: Tensor) -> None:
-        """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
+    def call(self, operands: tuple[Any, ...], signals: bool) -> JitCall:
         from .pointwise_kernel import gemmtune_pointwise
 
+        acc, aux, out = operands
         m, n = out.shape
         columns = min(_ELEMENTS, 1 << max(4, (n - 1).bit_length()))
         rows = _ELEMENTS // columns
         tensors, leads = self._arguments(aux)
-        gemmtune_pointwise[(-(-m // rows), -(-n // columns))](
-            acc, out, *tensors, m, n, acc.stride(0), out.stride(0), *leads,
-            ROWS=rows, COLUMNS=columns, SIGNALS=signals(acc.device), num_warps=4, **self._constants,
-        )  # fmt: skip
+        args = (acc, out, *tensors, m, n, acc.stride(0), out.stride(0), *leads)
+        constants = {"ROWS": rows, "COLUMNS": columns, "SIGNALS": signals, "num_warps": 4, **self._constants}
+        return JitCall(gemmtune_pointwise, (-(-m // rows), -(-n // columns)), args, constants)
 
     def _arguments(self, aux: Sequence[Tensor]) -> tuple[list[Tensor | None], list[int]]:
         """Return the tensor of each step, and its leading dimension."""

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from ...core.epilogue import Kind
-from .jit_kernel import JitKernel, signals
+from .jit_kernel import JitCall, JitKernel
 
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
 _MOST_COLUMNS = 16384  # a program has a row in its registers: 64 elements a thread of 8 warps
@@ -45,17 +46,17 @@ class RowNorm(JitKernel):
             return False
         return out.is_contiguous() and self._try_launch(out, (a, *tensors), lambda: self.launch(a, tensors, out))
 
-    def launch(self, a: Tensor, tensors: Sequence[Tensor], out: Tensor) -> None:
-        """Launch the kernel, which Triton compiles where it has not done so yet. The arguments are as for ``run``."""
+    def call(self, operands: tuple[Any, ...], signals: bool) -> JitCall:
         from .row_norm_kernel import gemmtune_row_norm
 
+        a, tensors, out = operands
         m, k = a.shape
         block = 1 << max(5, (k - 1).bit_length())
-        gemmtune_row_norm[(m,)](
-            a, tensors[0], tensors[-1], out, k, a.stride(0), self._eps,
-            CENTERED=self._kind == "layer_norm", BIASED=len(tensors) > 1, BLOCK=block, SIGNALS=signals(a.device),
-            num_warps=min(8, max(1, block // _ELEMENTS_A_WARP)),
-        )  # fmt: skip
+        constants = {
+            "CENTERED": self._kind == "layer_norm", "BIASED": len(tensors) > 1, "BLOCK": block, "SIGNALS": signals,
+            "num_warps": min(8, max(1, block // _ELEMENTS_A_WARP)),
+        }  # fmt: skip
+        return JitCall(gemmtune_row_norm, (m,), (a, tensors[0], tensors[-1], out, k, a.stride(0), self._eps), constants)
 
 
 @functools.lru_cache(maxsize=64)
