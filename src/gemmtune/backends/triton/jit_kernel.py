@@ -50,17 +50,22 @@ class JitKernel:
         function[grid](*args, **constants)
 
     def compile_for(self, target: Target, operands: tuple[Any, ...]) -> None:
-        """Compile the kernel into Triton's cache, where another process's first launch finds it, as for operands on a
-        GPU that start at multiples of 16 bytes. Needs no GPU. For processes that build: afterwards this one launches no
-        Triton kernel.
+        """Compile the kernel, and what Triton launches it with, into Triton's cache, where another process's first
+        launch finds them, as for operands on a GPU that start at multiples of 16 bytes. Needs no GPU, but NVIDIA's
+        driver library. For processes that build: afterwards this one launches no Triton kernel.
 
         target: the GPU, one of NVIDIA's. operands: as for ``run``, on PyTorch's device "meta".
         """
+        from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
         from triton.runtime import driver
 
         driver.set_active(_NoDriver(target))
         function, grid, args, constants = self.call(operands, target.compute_capability >= _SIGNALS_FROM)
-        function.warmup(*args, grid=grid, **constants)
+        compiled = function.warmup(*args, grid=grid, **constants)
+        # Two modules in C, which take GCC longer than the kernel takes Triton: one for all kernels, and one for each
+        # signature.
+        CudaUtils()
+        CudaLauncher(compiled.src, compiled.metadata)
 
     def _try_launch(self, out: Tensor, operands: Iterable[Tensor], launch: Callable[[], None]) -> bool:
         """Have ``launch`` write into ``out`` on its GPU's current stream, and return True. operands: what it reads.
