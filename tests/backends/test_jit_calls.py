@@ -94,6 +94,12 @@ def test_products_without_steps_and_without_elements_compile_nothing(problem: Pr
     assert jit_calls(problem, template) == []
 
 
+def test_norms_of_rows_that_the_kernel_does_not_take_are_not_compiled() -> None:
+    for k, count in ((16384, 1), (16400, 0)):
+        problem = replace(weight_only_problem(16, 64, k), epilogue=(NORM,))
+        assert len(jit_calls(problem, "upcast")) == count
+
+
 @needs_triton
 def test_candidates_compile_in_calls_on_nvidia_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
     candidate, backend = Candidate.make("aten", "upcast"), AtenBackend()
@@ -101,6 +107,7 @@ def test_candidates_compile_in_calls_on_nvidia_gpus_only(monkeypatch: pytest.Mon
     assert not backend.compiles_in_calls(int8_weights(), candidate, H200)
     assert not backend.compiles_in_calls(int8_weights(ADD), candidate, MI300X)
     assert not backend.compiles_in_calls(int8_weights(ADD), candidate, current_cpu())
+    assert not backend.compiles_in_calls(build(16, 64, 32, "bf16"), candidate, H200)  # it cannot be loaded
     monkeypatch.setattr("gemmtune.backends.triton.compiler.triton_version", lambda: "")
     assert not backend.compiles_in_calls(int8_weights(ADD), candidate, H200)
 

@@ -19,6 +19,7 @@ import pytest
 from gemmtune import backends
 from gemmtune.core.candidate import Candidate
 from gemmtune.core.decision import Decision
+from gemmtune.core.devices import CudaDevice
 from gemmtune.core.errors import StoreError
 from gemmtune.core.events import BestSoFar, CandidateTried, Event, ProblemDone, ProblemStarted, Progress
 from gemmtune.core.problem import Layout, Operand, Problem
@@ -31,6 +32,7 @@ from gemmtune.tuning import tuner as tuner_module
 from gemmtune.tuning.tuner import Budget, Tuner
 from gemmtune.tuning.turns import Pause, Steps
 from gemmtune.tuning.worker_pool import WorkerPool
+from gemmtune.verify.inputs import operand_bytes
 from gemmtune.workers.contract import Limits, WorkerStartError
 from gemmtune.workers.host_pool import HOST_POOL
 from gemmtune.workers.local_worker import LocalWorker
@@ -385,6 +387,7 @@ class InTurns:
     def __init__(self, store: MemoryStore, monkeypatch: pytest.MonkeyPatch) -> None:
         self.log, self.store, self.events = list[str](), store, list[str]()
         self.builds: list[Future[None]] = []
+        self.free_bytes = 1 << 30
         turns = self
 
         class FakeSession:
@@ -410,6 +413,7 @@ class InTurns:
 
         monkeypatch.setattr(tuner_module, "TuningSession", FakeSession)
         monkeypatch.setattr(Tuner, "_build_ahead", lambda *_: None)
+        monkeypatch.setattr(CudaDevice, "free_bytes", lambda *_: self.free_bytes)
         monkeypatch.setattr(WorkerPool, "worker", lambda _: SimpleNamespace(wait=lambda: None))
         self.needed = 2
 
@@ -458,6 +462,18 @@ def test_problems_of_one_plan_and_those_with_a_users_budget_are_tuned_one_after_
     in_turns.tune(*sizes, needed=1, seconds=seconds)
     names = [f"{m}x{n}" for m, n in sizes]
     assert in_turns.log == [f"{name} {what}" for name in names for what in ("begins", "decides")]
+
+
+@pytest.mark.parametrize(("spare_bytes", "in_order"), [(0, False), (-1, True)])
+def test_problems_are_in_progress_together_only_if_the_device_has_the_memory_for_both(
+    in_turns: InTurns, spare_bytes: int, in_order: bool
+) -> None:
+    """16 times their operands, as a worker may allocate."""
+    operands = sum(operand_bytes(build(8, n, 512, "bf16")) for n in (768, 512))
+    in_turns.free_bytes = 16 * operands + spare_bytes
+    in_turns.tune((8, 768), (8, 512), needed=1 if in_order else 2)
+    order = ["8x768 decides", "8x512 begins"] if in_order else ["8x512 begins", "8x768 decides"]
+    assert in_turns.log == ["8x768 begins", *order, "8x512 decides"]
 
 
 def test_interrupted_problems_leave_no_lease(in_turns: InTurns, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
 import pytest
 
 from gemmtune.tuning import turns
-from gemmtune.tuning.turns import Pause, Steps, Work, run_alone, run_in_turns
+from gemmtune.tuning.turns import Pause, Steps, run_alone, run_in_turns
 
 
 class Clock:
@@ -42,7 +42,7 @@ class Pieces:
         self.builds: dict[str, Future[None]] = {}
         self.sent: dict[str, float] = {}
 
-    def work(self, name: str, key: str = "", on_pause: Callable[[], None] = lambda: None) -> Work[str]:
+    def work(self, name: str, on_pause: Callable[[], None] = lambda: None) -> Callable[[], Steps[str]]:
         """Return a piece that waits for the future of its name. on_pause: called before it does."""
 
         def steps() -> Steps[str]:
@@ -56,11 +56,16 @@ class Pieces:
             self.clock.now += 2.0
             return name.upper()
 
-        return Work(key or name, steps)
+        return steps
 
     def finish(self, *names: str) -> None:
         for name in names:
             self.builds.setdefault(name, Future()).set_result(None)
+
+
+def two(index: int, others: Sequence[int]) -> bool:
+    """Whether a piece may begin: two may be in progress."""
+    return len(others) < 2
 
 
 @pytest.fixture
@@ -109,7 +114,7 @@ def test_next_piece_begins_while_the_first_waits_and_the_first_goes_on_before_it
     """b waits, too: then a, whose build ended, goes on, although that of b ended before."""
     works = [pieces.work("a"), pieces.work("b", on_pause=lambda: pieces.finish("b", "a")), pieces.work("c")]
     pieces.finish("c")
-    ended = list(run_in_turns(works, 2))
+    ended = list(run_in_turns(works, two))
     assert pieces.log == ["a begins", "b begins", "a goes on", "b goes on", "c begins", "c goes on"]
     assert [(item.index, item.result) for item in ended] == [(0, "A"), (1, "B"), (2, "C")]
 
@@ -117,27 +122,32 @@ def test_next_piece_begins_while_the_first_waits_and_the_first_goes_on_before_it
 def test_pieces_are_told_the_seconds_of_others_which_are_not_theirs(pieces: Pieces) -> None:
     """a waits while b takes 1 s; b while a takes 2."""
     works = [pieces.work("a"), pieces.work("b", on_pause=lambda: pieces.finish("b", "a"))]
-    ended = list(run_in_turns(works, 2))
+    ended = list(run_in_turns(works, two))
     assert pieces.sent == {"a": 1.0, "b": 2.0}
     assert [item.seconds for item in ended] == [3.0, 3.0]
 
 
 def test_later_piece_may_end_first(pieces: Pieces) -> None:
     works = [pieces.work("a"), pieces.work("b", on_pause=lambda: pieces.finish("b"))]
-    ends = run_in_turns(works, 2)
+    ends = run_in_turns(works, two)
     assert next(ends).index == 1
     pieces.finish("a")
     assert [item.index for item in ends] == [0]
 
 
-@pytest.mark.parametrize(("most", "keys"), [(1, "xy"), (2, "xx")])
-def test_pieces_with_one_key_and_more_than_the_most_are_not_in_progress_together(
-    pieces: Pieces, most: int, keys: str
-) -> None:
-    works = [pieces.work(name, key) for name, key in zip("ab", keys, strict=True)]
-    pieces.finish("a", "b")
-    list(run_in_turns(works, most))
+def test_piece_that_may_not_begin_does_when_no_other_is_in_progress(pieces: Pieces) -> None:
+    asked: list[tuple[int, list[int]]] = []
+
+    def may_begin(index: int, others: Sequence[int]) -> bool:
+        asked.append((index, list(others)))
+        pieces.finish("a")
+        return False
+
+    pieces.finish("b")
+    works = [pieces.work("a"), pieces.work("b")]
+    list(run_in_turns(works, may_begin))
     assert pieces.log == ["a begins", "a goes on", "b begins", "b goes on"]
+    assert asked == [(1, [0])]
 
 
 def test_error_of_one_piece_is_raised_and_ends_the_others(pieces: Pieces) -> None:
@@ -145,6 +155,6 @@ def test_error_of_one_piece_is_raised_and_ends_the_others(pieces: Pieces) -> Non
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        list(run_in_turns([pieces.work("a"), pieces.work("b", on_pause=fail), pieces.work("c")], 3))
+        list(run_in_turns([pieces.work("a"), pieces.work("b", on_pause=fail), pieces.work("c")], two))
     assert pieces.log == ["a begins", "b begins", "a goes on"]
     assert pieces.sent == {}

@@ -23,12 +23,13 @@ from ..core.target import Target
 from ..dispatch.portfolio import TunedPoint, layouts_in_use, tuned_point
 from ..store.base import Store
 from ..timing.clock import Latency
-from ..workers.contract import Limits, WorkerStartError
+from ..verify.inputs import operand_bytes
+from ..workers.contract import OPERAND_MULTIPLE, Limits, WorkerStartError
 from .candidates import BASELINE_BACKEND, enumerate_candidates
 from .exploration import BUILT_AHEAD, BUILT_AHEAD_OVERLAPPING, first_builds
 from .search import get as get_search
 from .session import TuningSession
-from .turns import Pause, Steps, Work, run_in_turns
+from .turns import Pause, Steps, run_in_turns
 from .worker_pool import WorkerPool
 
 log = logging.getLogger("gemmtune")
@@ -152,8 +153,7 @@ class Tuner:
         """Yield each problem with the decision of the store, of this process or of another one, as soon as there is
         one: none where another process is tuning the problem and this tuner does not wait.
 
-        Where builds disturb no timing, the next problem is begun while one waits for builds, unless both belong to one
-        Plan: the layouts that are tried first are those of the kernels at other M.
+        The next problem is begun while one waits for builds, where ``_may_begin`` says so.
         """
         events, total = EventsInOrder(self._progress), len(problems)
 
@@ -163,9 +163,10 @@ class Tuner:
             decision = stored.get(problem)
             return decision or (yield from self._tune_under_lease(problem, pool, progress))
 
-        works = [Work(problem.plan_key, functools.partial(begin, index)) for index, problem in enumerate(problems)]
-        most = IN_PROGRESS if self._builds_overlap() and self._budget.seconds is None else 1
-        for ended in run_in_turns(works, most):
+        def may_begin(index: int, others: Sequence[int]) -> bool:
+            return self._may_begin(problems[index], [problems[other] for other in others])
+
+        for ended in run_in_turns([functools.partial(begin, index) for index in range(total)], may_begin):
             problem, decision = problems[ended.index], ended.result
             if decision is not None:
                 if problem not in stored:
@@ -175,6 +176,20 @@ class Tuner:
             events.end(ended.index)
             if decision is not None:
                 yield problem, decision
+
+    def _may_begin(self, problem: Problem, others: Sequence[Problem]) -> bool:
+        """Whether a problem may be begun while others, which are in progress, wait for builds.
+
+        Only where builds disturb no timing, no time of a user's budget passes meanwhile, and the device has the memory
+        that the worker may use for all. Not for problems of one Plan: the layouts that are tried first are those of the
+        kernels at other M.
+        """
+        if len(others) >= IN_PROGRESS or self._budget.seconds is not None or not self._builds_overlap():
+            return False
+        if any(problem.plan_key == other.plan_key for other in others):
+            return False
+        kind, wanted = devices.get(self._target.device), sum(map(operand_bytes, (problem, *others)))
+        return OPERAND_MULTIPLE * wanted <= kind.free_bytes(self._target.torch_device)
 
     def _retune_inconclusive(self, decisions: dict[Problem, Decision], pool: WorkerPool) -> None:
         """Tune each inconclusive problem once more, at another moment, unless the user has set a problem's budget in

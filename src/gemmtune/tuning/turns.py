@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from dataclasses import dataclass
 from typing import Any, Generic, TypeAlias, TypeVar
@@ -25,14 +25,6 @@ Steps: TypeAlias = Generator[Pause, float, T]
 
 
 @dataclass(frozen=True, slots=True)
-class Work(Generic[T]):
-    """A piece of work. begin: returns its steps. key: that of other pieces which it must not be in progress with."""
-
-    key: Hashable
-    begin: Callable[[], Steps[T]]
-
-
-@dataclass(frozen=True, slots=True)
 class Ended(Generic[T]):
     """The end of a piece of work. index: which it is. seconds: from its begin, without those of other work."""
 
@@ -43,23 +35,28 @@ class Ended(Generic[T]):
 
 def run_alone(steps: Steps[T]) -> T:
     """Run one piece of work to its end, and return its result."""
-    (ended,) = run_in_turns([Work(None, lambda: steps)], 1)
+    (ended,) = run_in_turns([lambda: steps], lambda index, others: False)
     return ended.result
 
 
-def run_in_turns(works: Sequence[Work[T]], most: int) -> Iterator[Ended[T]]:
+def run_in_turns(
+    works: Sequence[Callable[[], Steps[T]]], may_begin: Callable[[int, Sequence[int]], bool]
+) -> Iterator[Ended[T]]:
     """Run pieces of work, and yield the end of each.
 
-    They begin in their order; the next one only while all those in progress, fewer than ``most``, wait, and none of
-    them has its key. Of several that can go on, the first does. An error of one is raised, and ends the others.
+    They begin in their order, each while all those in progress wait, if there are any. Of several that can go on, the
+    first does. An error of one is raised, and ends the others.
+
+    works: functions that return their steps. may_begin: whether the piece at an index may begin while others, of which
+    it has the indices, are in progress.
     """
     running = list[_Running[T]]()
     begun, busy_s = 0, 0.0
     try:
         while running or begun < len(works):
             turn = next((item for item in running if item.can_continue), None)
-            may_begin = begun < len(works) and len(running) < most
-            if turn is None and may_begin and all(item.work.key != works[begun].key for item in running):
+            is_next = turn is None and begun < len(works)
+            if is_next and (not running or may_begin(begun, [item.index for item in running])):
                 turn = _Running(begun, works[begun], busy_s)
                 running.append(turn)
                 begun += 1
@@ -82,10 +79,10 @@ class _Running(Generic[T]):
     """A piece of work in progress. left_at_s: what all pieces had taken together when it began to wait. others_s: what
     others took since it began."""
 
-    def __init__(self, index: int, work: Work[T], left_at_s: float) -> None:
-        self.index, self.work, self.left_at_s = index, work, left_at_s
+    def __init__(self, index: int, begin: Callable[[], Steps[T]], left_at_s: float) -> None:
+        self.index, self.left_at_s = index, left_at_s
         self.began, self.others_s = time.perf_counter(), 0.0
-        self.steps = work.begin()
+        self.steps = begin()
         self.result: list[T] = []  # empty until it ends
         self._pause: Pause | None = None
         self.pause_ends = math.inf

@@ -17,6 +17,7 @@ from .protocol import Attempted, Confirmed, Failed, Reply, SizedCandidate, Sizes
 
 Progress = Callable[[LeaderUpdate], None]
 R = TypeVar("R")
+OPERAND_MULTIPLE = 16  # of a problem's operands: what a worker may allocate for it, besides a fixed number of bytes
 
 
 def path_or_none(path: Path | None) -> str | None:

@@ -23,6 +23,7 @@ from ..timing.outcome import RaceResult
 from ..timing.size_sweep import SizesTimed
 from ..verify.inputs import operand_bytes
 from .contract import (
+    OPERAND_MULTIPLE,
     Declined,
     Limits,
     Progress,
@@ -59,7 +60,7 @@ log = logging.getLogger("gemmtune")
 Judged = TypeVar("Judged", Attempted, Confirmed)
 
 # A GPU's oracle is float64 throughout, in large blocks.
-_OPERAND_MULTIPLE, _SPARE_BYTES, _SPARE_BYTES_GPU = 16, 4 << 30, 16 << 30
+_SPARE_BYTES, _SPARE_BYTES_GPU = 4 << 30, 16 << 30
 _DAMAGING = ("crashed", "out_of_memory")  # verdicts of candidates that may have damaged the process
 
 
@@ -153,7 +154,7 @@ class Worker:
 
     def _memory_for(self, problem: Problem) -> int:
         spare = _SPARE_BYTES if is_host(self._target.device) else _SPARE_BYTES_GPU
-        return self._limits.memory or _OPERAND_MULTIPLE * operand_bytes(problem) + spare
+        return self._limits.memory or OPERAND_MULTIPLE * operand_bytes(problem) + spare
 
     def attempt(
         self, candidate: Candidate, deadline_s: float | None = None, cutoff_s: float | None = None

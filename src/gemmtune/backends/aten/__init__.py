@@ -183,7 +183,12 @@ class AtenBackend(Backend):
             return False
         from ..triton.compiler import triton_version, why_unusable
 
-        return not why_unusable(triton_version()) and bool(self._loaded(problem, candidate).jit_calls())
+        if why_unusable(triton_version()):
+            return False
+        try:
+            return bool(self._loaded(problem, candidate).jit_calls())
+        except KernelError:  # loading the candidate raises it
+            return False
 
     def compile_early(self, problem: Problem, candidate: Candidate, target: Target) -> None:
         for kernel, operands in self._loaded(problem, candidate).jit_calls():

@@ -59,9 +59,11 @@ class NormThen(Kernel):
 
     def jit_calls(self) -> JitCalls:
         """Return what ``AtenKernel.jit_calls`` does, with the kernel of the norm."""
-        from ..triton.row_norm import row_norm_of
+        from ..triton.row_norm import MOST_COLUMNS, row_norm_of
 
         problem, norm = self.problem, self._norm
+        if problem.is_empty or problem.k > MOST_COLUMNS:
+            return self._product.jit_calls()
         rows, result = (torch.empty(problem.m, problem.k, dtype=dtype_of(problem.a.dtype), device="meta") for _ in "ab")
         tensors = [torch.empty(problem.k, dtype=dtype_of(str(step.dtype)), device="meta") for step in norm]
         return [(row_norm_of(norm[0].kind, norm[0].value), (rows, tensors, result)), *self._product.jit_calls()]

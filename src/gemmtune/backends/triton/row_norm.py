@@ -17,7 +17,7 @@ from ...core.epilogue import Kind
 from .jit_kernel import JitCall, JitKernel
 
 _FLOATS = {torch.bfloat16, torch.float16, torch.float32}
-_MOST_COLUMNS = 16384  # a program has a row in its registers: 64 elements a thread of 8 warps
+MOST_COLUMNS = 16384  # a program has a row in its registers: 64 elements a thread of 8 warps
 _ELEMENTS_A_WARP = 512  # 16 bytes a thread, twice, in two bytes' dtypes
 
 
@@ -36,7 +36,7 @@ class RowNorm(JitKernel):
         Returns False, and does nothing, for tensors that it does not take (on a CPU, of other dtypes than bfloat16,
         float16 and float32, with rows that are not dense or longer than 16384), and as ``JitKernel._try_launch``.
         """
-        if not a.is_cuda or a.dim() != 2 or not a.numel() or a.shape[1] > _MOST_COLUMNS:
+        if not a.is_cuda or a.dim() != 2 or not a.numel() or a.shape[1] > MOST_COLUMNS:
             return False
         if (
             {t.dtype for t in (a, *tensors, out)} - _FLOATS
