@@ -251,7 +251,7 @@ def test_the_race_result_of_a_worker_names_the_wrong_kernels(monkeypatch: pytest
     monkeypatch.setattr(backends, "get", lambda name: IdleBackend() if name == "idle" else get_backend(name))
     idle = Candidate.make("idle", "product", bm=16)
     with LocalWorker(current_target()) as worker:
-        worker.open(linear(8, 64, 64), 0)
+        worker.open(linear(8, 512, 512), 0)  # long enough to lose on a busy machine, too
         result = worker.race([Candidate.make("aten", "mm"), idle], 0.2, 0)
     assert result.leader == idle.id
     assert set(result.faults) == {idle.id}
