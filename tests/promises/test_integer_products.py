@@ -158,6 +158,8 @@ def test_aten_templates_tuned_at_one_row_are_right_at_other_m() -> None:
     """``aten/int_mm_t`` tuned at 1x1x64 was wrong at M = 63."""
     backend = backends.get("aten")
     for problem in small_problems():
+        others = [problem.with_m(m) for m in (1, 2, 17, 63, 70)]
+        cases = [make_reference_cases(other, 0) for other in others]
         for candidate in backend.candidates(problem, current_target()):
             if not isinstance(candidate, Candidate):
                 continue
@@ -167,7 +169,6 @@ def test_aten_templates_tuned_at_one_row_are_right_at_other_m() -> None:
                 b = inputs.b if kernel.packing is None else kernel.pack(inputs.b)
                 kernel.run(inputs.a, b, inputs.aux, out)
 
-            for m in (1, 2, 17, 63, 70):
-                other = problem.with_m(m)
-                verdict = verify(run_kernel, other, make_reference_cases(other, 0), 0.0)
+            for other, cases_of_other in zip(others, cases, strict=True):
+                verdict = verify(run_kernel, other, cases_of_other, 0.0)
                 assert verdict.ok, (candidate.id, other.key, verdict)

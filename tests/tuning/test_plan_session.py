@@ -830,7 +830,7 @@ def test_kernels_that_surroundings_slow_down_serve_no_m_at_which_they_lose_there
         for decision, test in zip(decisions_at(SOUND, TUNED), tests, strict=True)
     ]
     worker = FakeWorker(clock, SOUND)
-    plan = PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={}).run(20.0)  # type: ignore[arg-type]
+    plan = PlanSession(PROBLEM, current_target(), store, worker, decisions, RANGE, silent, 0, counts={}).run(2.0)  # type: ignore[arg-type]
     assert plan is not None
     assert plan.surcharges == {"raw": {1: 4.0, 8: 4.0, 48: 1.0, 256: 1.0}}
     served = {m: kernel.id for m in (1, 8, 64, 192) if (kernel := plan.serving(m)) is not None}
