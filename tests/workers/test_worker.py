@@ -409,6 +409,20 @@ def test_paused_problem_is_resumed_without_preparing_it_again(target: Target, pr
         assert prepared == [5, 7]
 
 
+def test_operands_that_another_problems_kernel_modified_are_prepared_again(target: Target, prepared: list[int]) -> None:
+    """Expected results, too, which are in memory beside them."""
+    with closing(LocalWorker(target)) as worker:
+        worker.open(PROBLEM, 1)
+        session = worker._handler._job
+        assert session is not None
+        worker.pause()
+        worker.open(PROBLEM.with_m(7), 1)
+        session._get_test_cases()[0].value.fill_(1.0)
+        worker.resume(PROBLEM)
+        assert is_correct(worker, "good")
+        assert prepared == [5, 7, 5]
+
+
 def test_only_paused_problems_are_kept(target: Target, prepared: list[int]) -> None:
     """The first is left without a pause, and the second is opened from the start although it was paused before."""
     with closing(LocalWorker(target)) as worker:

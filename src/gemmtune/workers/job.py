@@ -141,6 +141,8 @@ class RequestHandler:
             case Open():
                 problem, timing = Problem.from_dict(request.problem), self._require_timing()
                 resumed = self._leave_job(request, problem)  # frees operands before allocating this problem's
+                if resumed is not None:
+                    resumed.discard_damaged()  # the kernels of the other problem may be bad
                 # A new one: the race reads the machine's state since now, the time in which candidates are tried.
                 self._timing = timing = resumed.timing if resumed else device_timing.of(timing.target, timing.latency)
                 self._limit(timing, request.memory)
@@ -241,7 +243,7 @@ class ProblemSession:
         try:
             times_s = self._screening_times(kernel, cutoff_s)
         except BaseException as error:  # SystemExit is the candidate's too; see verdict_of
-            self._discard_damaged()
+            self.discard_damaged()
             return Attempted(verdict_of(error, "running", "crashed"), kernel.packing)
         packing_s = self._packing_s.get(kernel.packing or "", 0.0)
         result = Attempted(None, kernel.packing, packing_s, kernel.workspace_bytes, times_s)
@@ -452,10 +454,10 @@ class ProblemSession:
         except BaseException as error:  # SystemExit is the candidate's too; see verdict_of
             verdict = verdict_of(error, "running", "crashed")
         if not verdict.ok:
-            self._discard_damaged()
+            self.discard_damaged()
         return verdict
 
-    def _discard_damaged(self) -> None:
+    def discard_damaged(self) -> None:
         """Discard operands that a bad kernel may have overwritten, so that they are prepared anew before the next
         check."""
         self._packed = {}
