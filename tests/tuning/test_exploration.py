@@ -27,6 +27,7 @@ from gemmtune.tuning.session_context import SessionContext
 from gemmtune.tuning.time_budget import TimeBudget
 from gemmtune.workers.protocol import Attempted
 from helpers.builds import finished
+from helpers.steps import run_alone
 
 OK = Verdict("within_bound")
 WRONG = Verdict("wrong", "one element")
@@ -150,6 +151,10 @@ class Session:
         )  # fmt: skip
         self.exploration = Exploration(self.context, candidates, search, build, build_ahead)
 
+    def run(self, limit: int | None) -> str:
+        """Explore, and return the reason why that ended."""
+        return run_alone(self.exploration.steps(limit))
+
     @property
     def tried(self) -> list[Candidate]:
         return self.worker.tried
@@ -178,7 +183,7 @@ def processors(monkeypatch: pytest.MonkeyPatch) -> int:
 def test_search_gets_the_candidates_and_the_options(clock: Clock) -> None:
     search = ListedSearch(ATEN[:1])
     session = Session(clock, search)
-    assert session.exploration.run(7) == "the search ended after 1 candidates"
+    assert session.run(7) == "the search ended after 1 candidates"
     assert search.candidates == [*ATEN, *X]
     assert (list(search.options.first), search.options.seed, search.options.limit) == ([], 5, 7)
     assert search.told == [(ATEN[0].id, 0.25)]
@@ -201,7 +206,7 @@ def test_exploring_ends_at_its_share_of_a_users_budget(
 ) -> None:
     monkeypatch.setattr(SessionContext, "reserve_s", lambda self: 0.0)
     session = Session(clock, ListedSearch(X), trial_s=trial_s, budget_s=budget_s)
-    reason = session.exploration.run(None)
+    reason = session.run(None)
     assert session.tried == X[:tried]
     assert reason == f"the share of the budget for exploring was spent after {tried} candidates"
 
@@ -212,7 +217,7 @@ def test_exploring_leaves_a_users_race_its_time(
 ) -> None:
     monkeypatch.setattr(SessionContext, "reserve_s", lambda self: reserve_s)
     session = Session(clock, ListedSearch(X), trial_s=1.0, budget_s=8.0)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == X[:tried]
 
 
@@ -229,7 +234,7 @@ def test_exploring_leaves_a_users_race_its_time(
 )
 def test_exploring_ends_at_its_share_of_the_default_budget(clock: Clock, trial_s: float, tried: int) -> None:
     session = Session(clock, ListedSearch(X), trial_s=trial_s, budget_s=8.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == X[:tried]
 
 
@@ -238,34 +243,34 @@ def test_all_of_atens_candidates_are_tried_unless_that_takes_half_as_much_again(
     clock: Clock, trial_s: float, tried: int
 ) -> None:
     session = Session(clock, ListedSearch(ATEN), trial_s=trial_s, budget_s=8.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == ATEN[:tried]
 
 
 def test_slow_candidates_of_aten_leave_the_default_budget_a_rival(clock: Clock) -> None:
     search = ListedSearch([*ATEN, *X])
     session = Session(clock, search, trial_s=6.0, budget_s=8.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == [*ATEN[:2], *X[:3]]  # not the third of ATen's, and others until three times the budget
     assert search.told[2] == (ATEN[2].id, None)
 
 
 def test_further_candidate_of_atens_ends_after_four_of_the_longest_trials(clock: Clock) -> None:
     session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=1.0, budget_s=100.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     assert session.worker.deadlines == [None, 4.0, 4.0, 10.0]
 
 
 def test_short_trial_of_atens_is_not_ended_before_three_seconds(clock: Clock) -> None:
     session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=0.25, budget_s=100.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     assert session.worker.deadlines == [None, 3.0, 3.0, 3.0]
 
 
 def test_exploring_continues_until_one_of_atens_candidates_works(clock: Clock) -> None:
     session = Session(clock, ListedSearch(ATEN), trial_s=100.0, budget_s=8.0, strict=False)
     session.worker.replies[ATEN[0].id] = Attempted(WRONG, times_s=(0.5,))
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == ATEN[:2]
 
 
@@ -275,7 +280,7 @@ def test_further_candidates_of_atens_are_skipped_after_their_share_of_a_users_bu
 ) -> None:
     search = ListedSearch([*ATEN, X[0]])
     session = Session(clock, search, trial_s=trial_s, budget_s=8.0)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == [*ATEN[:tried], X[0]]
     assert [name for name, seconds in search.told if seconds is None] == [c.id for c in ATEN[tried:]]
     reasons = [session.context.ledger[c.id].reason for c in ATEN]
@@ -286,14 +291,14 @@ def test_further_candidates_of_atens_are_skipped_after_their_share_of_a_users_bu
 def test_atens_share_ends_when_it_is_spent_exactly(clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(exploration, "ATEN_END", 0.25)
     session = Session(clock, ListedSearch(ATEN), trial_s=2.0, budget_s=8.0)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == ATEN[:1]
 
 
 def test_share_of_aten_does_not_end_before_one_of_its_candidates_works(clock: Clock) -> None:
     session = Session(clock, ListedSearch([*ATEN, X[0]]), trial_s=4.0, budget_s=8.0)
     session.worker.replies[ATEN[0].id] = Attempted(WRONG)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == [ATEN[0], ATEN[1], X[0]]
 
 
@@ -303,7 +308,7 @@ def test_share_of_aten_does_not_end_before_one_of_its_candidates_works(clock: Cl
 def test_first_two_candidates_in_each_layout_of_other_m_are_tried_first(clock: Clock) -> None:
     search = ListedSearch()
     candidates = [*ATEN, *X, *make("y", 2)]
-    Session(clock, search, candidates=candidates, layouts=["x:1", "x:other", "x:0"]).exploration.run(None)
+    Session(clock, search, candidates=candidates, layouts=["x:1", "x:other", "x:0"]).run(None)
     assert list(search.options.first) == [X[1], X[3], X[0], X[2]]
     assert search.candidates == candidates
 
@@ -316,7 +321,7 @@ def test_candidates_that_failed_before_are_not_tried(clock: Clock) -> None:
     session = Session(clock, search)
     session.store.remember_failure(TARGET, PROBLEM.key, X[1].id, Verdict("crashed", "signal 11"))
     session.store.remember_failure(TARGET, PROBLEM.plan_key, X[2].id, WRONG)
-    session.exploration.run(None)
+    session.run(None)
     assert search.candidates == [*ATEN, X[0], *X[3:]]
     rows = [session.context.ledger[candidate.id] for candidate in X[:3]]
     assert [row.stage for row in rows] == ["untried", "failed", "failed"]
@@ -375,7 +380,7 @@ Y = make("y", 20)
 def test_batches_are_built_before_they_are_tried(clock: Clock) -> None:
     builds, search = Builds(clock, failing=[Y[1], Y[13]]), ListedSearch(Y[:3], Y[10:15], X[:1])
     session = Session(clock, search, candidates=[*X, *Y], build=builds)
-    session.exploration.run(None)
+    session.run(None)
     assert builds.calls == [Y[:12], Y[12:15], X[:1]]
     assert session.tried == [Y[0], Y[2], Y[10], Y[11], Y[12], Y[14], X[0]]
     assert [name for name, seconds in search.told if seconds is None] == [Y[1].id, Y[13].id]
@@ -387,7 +392,7 @@ def test_batches_are_built_before_they_are_tried(clock: Clock) -> None:
 def test_building_takes_time_of_a_users_budget_only(clock: Clock, strict: bool, elapsed_s: float) -> None:
     builds = Builds(clock, slow_s=3.0)
     session = Session(clock, ListedSearch(), candidates=Y, build=builds, strict=strict)
-    session.exploration.run(None)
+    session.run(None)
     assert builds.calls == [Y[:12]]
     assert session.context.budget.elapsed_s == elapsed_s
 
@@ -397,17 +402,17 @@ def test_later_builds_count_beyond_the_limit_and_the_first_ones_never(clock: Clo
     search = ListedSearch(Y[12:13], Y[13:14])
     session = Session(clock, search, candidates=Y, build=Builds(clock, slow_s=3.0))
     session.context.budget = TimeBudget(60.0, strict=False, excludable_s=4.0)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == Y[12:14]
     assert session.context.budget.elapsed_s == 2.0  # of two later builds of 3 s
 
 
 def test_nothing_is_built_without_builders_or_candidates(clock: Clock) -> None:
     session = Session(clock, ListedSearch(Y[:2]), candidates=Y)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == Y[:2]
     builds = Builds(clock)
-    Session(clock, ListedSearch(X[:2]), candidates=X, build=builds).exploration.run(None)
+    Session(clock, ListedSearch(X[:2]), candidates=X, build=builds).run(None)
     assert builds.calls == [X[:2]]  # the builders know that these need no building
 
 
@@ -428,7 +433,7 @@ def test_idle_builders_build_what_the_search_may_ask_for_next(
     search = ListedSearch(batch, likely=[Y[0], Y[1], *Y[16:20]])
     profile = TuningProfile(builds_overlap=overlap)
     session = Session(clock, search, candidates=Y, build=builds, profile=profile)
-    session.exploration.run(None)
+    session.run(None)
     later = [*(candidate for candidate in batch if candidate not in Y[:12]), *ahead]
     assert builds.calls == [Y[:12], *([later] if later else [])]
     assert session.tried == batch
@@ -443,7 +448,7 @@ def test_first_builds_go_on_while_candidates_are_tried_where_that_disturbs_nothi
         build_ahead=lambda problem, candidates, target: ahead.append(list(candidates)),
         profile=TuningProfile(builds_overlap=True),
     )  # fmt: skip
-    session.exploration.run(None)
+    session.run(None)
     assert ahead[0] == Y[:6]
     assert builds.calls == [Y[:2], Y[2:3]]
     assert session.tried == Y[:3]
@@ -464,7 +469,7 @@ def test_others_are_tried_while_a_slow_candidate_is_built_where_that_disturbs_no
         return ScriptedWorker.attempt(session.worker, candidate, *limits)  # type: ignore[arg-type]
 
     session.worker.attempt = attempt  # type: ignore[assignment, method-assign]
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == [Y[0], Y[2], Y[4], Y[5], Y[1], Y[6], Y[7]]
     assert [name for name, _ in search.told] == [candidate.id for candidate in session.tried]
 
@@ -473,7 +478,7 @@ def test_search_goes_on_when_the_only_finished_build_failed(clock: Clock) -> Non
     builds = Builds(clock, failing=Y[:1], unfinished=Y[1:2])
     session = overlapping_session(clock, ListedSearch(Y[:2], Y[4:6]), builds)
     session.context.budget = TimeBudget(0.02, strict=False, excludable_s=0.0)
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == Y[4:6]
 
 
@@ -487,7 +492,7 @@ def test_slow_build_that_fails_late_is_told_to_the_search(clock: Clock) -> None:
         return ScriptedWorker.attempt(session.worker, candidate, *limits)  # type: ignore[arg-type]
 
     session.worker.attempt = attempt  # type: ignore[assignment, method-assign]
-    session.exploration.run(None)
+    session.run(None)
     assert session.tried == [Y[0], Y[4]]
     assert search.told[-1] == (Y[1].id, None)
     assert session.context.ledger[Y[1].id].stage == "failed"
@@ -500,7 +505,7 @@ def test_first_build_of_a_template_is_waited_for_however_long_others_were_tried(
     session = Session(clock, search, candidates=[*Y, slow], build=builds, build_ahead=lambda *_: None, strict=False)
     timer = threading.Timer(0.2, lambda: builds.futures[slow.id].set_result(Artifact(slow, "")))
     timer.start()
-    session.exploration.run(None)
+    session.run(None)
     timer.join()
     assert session.tried == [*Y[:3], slow, *Y[4:6]]
 
@@ -540,7 +545,7 @@ def test_last_builds_are_waited_for_where_builds_are_not_counted(clock: Clock) -
     session = overlapping_session(clock, ListedSearch(Y[:2]), builds, strict=False, budget_s=0.02)
     timer = threading.Timer(0.2, lambda: builds.futures[Y[1].id].set_result(Artifact(Y[1], "")))
     timer.start()
-    session.exploration.run(None)
+    session.run(None)
     timer.join()
     assert session.tried == Y[:2]
 
@@ -548,7 +553,7 @@ def test_last_builds_are_waited_for_where_builds_are_not_counted(clock: Clock) -
 def test_last_builds_are_waited_for_in_the_time_for_exploring_only(clock: Clock) -> None:
     builds = Builds(clock, unfinished=Y[1:2])
     session = overlapping_session(clock, ListedSearch(Y[:2]), builds, budget_s=0.02)
-    stopped = session.exploration.run(None)
+    stopped = session.run(None)
     assert session.tried == Y[:1]
     assert stopped == "the time for exploring was spent before 1 more candidates were built"
 
@@ -561,11 +566,11 @@ def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monke
         calls.append(list(candidates))
 
     search = ListedSearch(Y[:1], likely=Y[4:12])
-    Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
+    Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).run(None)
     assert calls == [Y[:6], Y[6:8]]
     monkeypatch.setattr(exploration, "allowed_cpus", lambda: frozenset({0}))
     search = ListedSearch(Y[:1], likely=Y[4:12])
-    Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).exploration.run(None)
+    Session(clock, search, candidates=Y, build=Builds(clock), build_ahead=build_ahead).run(None)
     assert calls[2:] == [Y[:6], Y[6:7]]
 
 
@@ -575,7 +580,7 @@ def test_half_of_the_processors_build_ahead(clock: Clock, processors: int, monke
 def test_row_has_the_results_of_the_trial(clock: Clock) -> None:
     session = Session(clock, ListedSearch(X[:1]), trial_s=1.0)
     session.worker.replies[X[0].id] = Attempted(OK, "x:0", 0.125, 77, (0.5, 0.25))
-    session.exploration.run(None)
+    session.run(None)
     row = session.context.ledger[X[0].id]
     assert (row.stage, row.verdict, row.packing, row.packing_s, row.workspace_bytes) == (
         "screened",
@@ -597,7 +602,7 @@ def test_setting_things_up_takes_none_of_the_default_budget(
     session = Session(
         clock, ListedSearch(ATEN[:1]), trial_s=trial_s, strict=strict, build_ahead=(lambda *_: None) if ahead else None
     )
-    session.exploration.run(None)
+    session.run(None)
     assert session.context.budget.elapsed_s == spent_s
     assert session.context.slowest_s == spent_s
 
@@ -608,7 +613,7 @@ def test_only_two_seconds_of_setting_up_and_none_of_other_backends_are_not_count
 ) -> None:
     """Each attempt takes 2 s, 1.75 of them without its call."""
     session = Session(clock, ListedSearch(candidates), trial_s=2.0, strict=False, build_ahead=lambda *_: None)
-    session.exploration.run(None)
+    session.run(None)
     assert session.context.budget.elapsed_s == spent_s
 
 
@@ -619,14 +624,14 @@ def test_first_call_that_sets_things_up_takes_none_of_the_default_budget(
     """The first attempt takes 0.25 s in its call, the second one all of its time."""
     session = Session(clock, ListedSearch(ATEN[:2]), trial_s=call_s, strict=False, build_ahead=lambda *_: None)
     session.worker.replies[ATEN[1].id] = Attempted(None, times_s=(call_s,))
-    session.exploration.run(None)
+    session.run(None)
     assert session.context.budget.elapsed_s == spent_s
 
 
 def test_candidate_too_slow_to_be_checked_has_the_reason(clock: Clock) -> None:
     session = Session(clock, ListedSearch(X[:2]))
     session.worker.replies[X[1].id] = Attempted(None, times_s=(0.625,))
-    session.exploration.run(None)
+    session.run(None)
     row = session.context.ledger[X[1].id]
     assert (row.stage, row.reason) == ("screened", "2.5x the best screening time: not worth checking")
 
@@ -635,7 +640,7 @@ def test_failed_candidate_has_no_times(clock: Clock) -> None:
     search = ListedSearch(X[:1])
     session = Session(clock, search, trial_s=1.0, budget_s=80.0)
     session.worker.replies[X[0].id] = Attempted(WRONG, times_s=(0.25,))
-    session.exploration.run(None)
+    session.run(None)
     row = session.context.ledger[X[0].id]
     assert (row.stage, row.times_s, row.reason) == ("failed", (), "one element")
     assert search.told == [(X[0].id, None)]
@@ -655,7 +660,7 @@ def test_slowest_trial_and_least_overhead_are_kept(clock: Clock) -> None:
         return Attempted(OK, times_s=times_s)
 
     session.worker.attempt = attempt  # type: ignore[method-assign]
-    session.exploration.run(None)
+    session.run(None)
     seen.append((session.context.slowest_s, session.context.overhead_s))
     assert seen == [(0.0, 0.0), (1.0, 0.75), (2.0, 0.5), (2.0, 0.0)]
 
@@ -664,7 +669,7 @@ def test_cutoff_counts_from_the_best_of_aten_and_from_the_best_of_all(clock: Clo
     session = Session(clock, ListedSearch([X[0], ATEN[0], ATEN[1], X[1]]), budget_s=800.0)
     session.worker.replies[ATEN[0].id] = Attempted(OK, times_s=(2.0,))
     session.worker.replies[ATEN[1].id] = Attempted(OK, times_s=(4.0,))
-    session.exploration.run(None)
+    session.run(None)
     assert session.worker.cutoffs == [None, None, 1.5 * 2.0, 1.3 * 0.25]
 
 
@@ -673,7 +678,7 @@ def test_events_tell_each_trial_and_each_new_best(clock: Clock) -> None:
     session = Session(clock, search, budget_s=80.0)
     for candidate, seconds in ((X[0], 1.0), (ATEN[0], 0.5), (X[1], 0.5), (X[2], 0.125)):
         session.worker.replies[candidate.id] = Attempted(OK, times_s=(seconds,))
-    session.exploration.run(None)
+    session.run(None)
     assert session.events == [
         CandidateTried(X[0].id, OK, 1.0, 3),
         BestSoFar(X[0].id, 1.0, 1.0),
@@ -689,13 +694,13 @@ def test_candidates_left_are_those_that_the_time_allows(clock: Clock) -> None:
     search = ListedSearch(X)
     search.left = 100
     session = Session(clock, search, trial_s=0.5, budget_s=8.0, strict=False)
-    session.exploration.run(None)
+    session.run(None)
     left = [event.left for event in session.events if isinstance(event, CandidateTried)]
     assert left == [8, 7, 6, 5, 4, 3, 2, 1]  # (4.0 - 0.5 * tried) / 0.5, and the one that begins before the end
     search = ListedSearch(X[:3])
     search.left = 2
     session = Session(clock, search, trial_s=0.5, budget_s=80.0)
-    session.exploration.run(None)
+    session.run(None)
     assert [event.left for event in session.events if isinstance(event, CandidateTried)] == [4, 3, 2]
 
 
@@ -707,7 +712,7 @@ def retimed(clock: Clock, times: dict[Candidate, float], *, retimed: int = 24, t
     session = Session(clock, ListedSearch(list(times)), budget_s=80.0, profile=TuningProfile(retimed=retimed))
     for candidate, seconds in times.items():
         session.worker.replies[candidate.id] = Attempted(OK, times_s=(seconds,))
-    session.exploration.run(None)
+    session.run(None)
     session.tried.clear()
     for candidate in times:
         session.worker.replies[candidate.id] = Attempted(None, times_s=(0.0625,))
@@ -740,7 +745,7 @@ def test_second_timing_gives_a_verdict_only_where_there_is_none(
 ) -> None:
     session = Session(clock, ListedSearch(X[:2]))
     session.worker.replies[X[1].id] = Attempted(first, times_s=(0.25,))
-    session.exploration.run(None)
+    session.run(None)
     session.worker.replies[X[1].id] = Attempted(second, times_s=(0.5,))
     session.exploration.retime_fastest()
     row = session.context.ledger[X[1].id]
@@ -751,7 +756,7 @@ def test_second_timing_gives_a_verdict_only_where_there_is_none(
 
 def test_candidate_that_is_wrong_in_its_second_timing_fails(clock: Clock) -> None:
     session = Session(clock, ListedSearch(X[:1]))
-    session.exploration.run(None)
+    session.run(None)
     session.worker.replies[X[0].id] = Attempted(WRONG, times_s=(0.5,))
     session.exploration.retime_fastest()
     row = session.context.ledger[X[0].id]

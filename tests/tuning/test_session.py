@@ -31,6 +31,7 @@ from gemmtune.tuning.session import TuningSession
 from gemmtune.workers.contract import WorkerLost
 from gemmtune.workers.protocol import Attempted, Confirmed
 from helpers.builds import finished
+from helpers.steps import run_alone
 
 PROBLEM = build(16, 4096, 4096, "bf16")
 # The worker is fake. CPUs with AVX-512 have kernels of several packed layouts, and those without may have one only.
@@ -128,7 +129,7 @@ def run_session(clock: FakeTime, worker: FakeWorker, seconds: float | None, **op
     start = clock.now
     names = ("aten", "native")
     tuning = TuningSession(PROBLEM, TARGET, names, MemoryStore(), worker, silent, 0, **options)  # type: ignore[arg-type]
-    decision = tuning.run(seconds, None)
+    decision = run_alone(tuning.steps(seconds, None))
     assert decision.outcome != "none_valid"
     assert decision.seconds == pytest.approx(clock.now - start)
     return clock.now - start
@@ -164,7 +165,8 @@ def test_default_budget_of_a_gpu_is_half(clock: FakeTime) -> None:
     gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
     worker = FakeWorker(clock, lambda c: 1e-4)
     start = clock.now
-    TuningSession(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), worker, silent, 0).run(None, None)  # type: ignore[arg-type]
+    tuning = TuningSession(build(16, 4096, 4096, "bf16"), gpu, ("aten",), MemoryStore(), worker, silent, 0)  # type: ignore[arg-type]
+    run_alone(tuning.steps(None, None))
     assert worker.race_s > 0.0
     assert clock.now - start <= 3.3
 
@@ -325,7 +327,7 @@ def test_candidate_wrong_after_its_race_fails_and_the_race_is_repeated(clock: Fa
         MemoryStore(),
     )
     target = TARGET
-    decision = TuningSession(PROBLEM, target, ("aten", "native"), store, worker, silent, 0).run(None, None)
+    decision = run_alone(TuningSession(PROBLEM, target, ("aten", "native"), store, worker, silent, 0).steps(None, None))
     failed = {row.id: row for row in decision.evidence if row.stage == "failed"}
     assert worker.races == 2
     assert len(failed) == 1
@@ -396,7 +398,7 @@ def decide(
 
     names = ("aten", "native")
     tuning = TuningSession(PROBLEM, TARGET, names, MemoryStore(), worker, progress, 0, search=search)
-    return tuning.run(seconds, None)
+    return run_alone(tuning.steps(seconds, None))
 
 
 def native_candidates() -> list[Candidate]:
@@ -578,7 +580,7 @@ def test_race_has_the_remaining_time(clock: FakeTime, seconds: float | None) -> 
 def test_race_on_a_gpu_has_a_limit(clock: FakeTime) -> None:
     gpu = Target("cuda", "NVIDIA H200", "9.0", caches=(232448, 0, 60 << 20), cores=132)
     worker = FakeWorker(clock, lambda c: 1e-5)
-    session.TuningSession(PROBLEM, gpu, ("aten",), MemoryStore(), worker, silent, 0).run(None, None)
+    run_alone(TuningSession(PROBLEM, gpu, ("aten",), MemoryStore(), worker, silent, 0).steps(None, None))  # type: ignore[arg-type]
     limit_s = devices.get("cuda").profile.race_s
     assert limit_s is not None
     assert worker.race_s == limit_s
@@ -759,7 +761,7 @@ def test_problem_that_no_worker_can_open_has_no_valid_candidate(clock: FakeTime)
     assert (decision.outcome, decision.chosen, decision.alternatives) == ("none_valid", None, {})
     assert (decision.stopped, decision.seed) == ("the worker did not start", 3)
     assert {row.stage for row in decision.evidence} <= {"untried", "illegal"}
-    tuning.run(6.0, 12)
+    run_alone(tuning.steps(6.0, 12))
     after = tuning.none_valid_decision("lost")
     assert after.alternatives == {}
     assert "winner" in {row.stage for row in after.evidence}

@@ -9,7 +9,8 @@ from concurrent.futures import Future
 import pytest
 
 from gemmtune.tuning import turns
-from gemmtune.tuning.turns import Pause, Steps, run_alone, run_in_turns
+from gemmtune.tuning.turns import Pause, Steps, run_in_turns
+from helpers.steps import run_alone
 
 
 class Clock:

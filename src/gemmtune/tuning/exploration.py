@@ -24,7 +24,7 @@ from .searcher import Searcher, SearcherFactory, SearchOptions
 from .selection import CLOSE, CLOSE_BASELINE, within
 from .session_context import SessionContext
 from .time_budget import TimeBudget
-from .turns import Pause, Steps, run_alone
+from .turns import Pause, Steps
 
 # Begins to build candidates, and returns the future of each outcome by its id.
 Build = Callable[[Problem, Iterable[Candidate], Target], Mapping[str, Future[Artifact | Verdict]]]
@@ -84,10 +84,6 @@ class Exploration:
     @property
     def _budget(self) -> TimeBudget:
         return self._context.budget
-
-    def run(self, limit: int | None) -> str:
-        """Explore as ``steps`` does, with nothing else to do during waits for builds."""
-        return run_alone(self.steps(limit))
 
     def steps(self, limit: int | None) -> Steps[str]:
         """Try candidates in the order of the search, except those that take long to build where builds disturb no

@@ -39,7 +39,7 @@ from .selection import (
 )
 from .session_context import SessionContext
 from .time_budget import TimeBudget
-from .turns import Steps, run_alone
+from .turns import Steps
 
 # Preparing operands and oracle counts for no more than this share of the budget: on a busy machine it could take all
 # the time that choosing a kernel needs.
@@ -60,7 +60,7 @@ CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each
 
 
 def budget_of(profile: TuningProfile, seconds: float | None, default_s: float | None) -> TimeBudget:
-    """Return the budget of a session that ``TuningSession.run`` is to take these seconds for. ``BUILDS_S`` are not
+    """Return the budget of a session that ``TuningSession.steps`` is to take these seconds for. ``BUILDS_S`` are not
     counted of one with a ``default_s``, and as small a part of them as that is of the usual time of a tuned M."""
     if default_s is None:
         return TimeBudget(seconds or profile.default_s, seconds is not None)
@@ -110,10 +110,6 @@ class TuningSession:
     @property
     def _budget(self) -> TimeBudget:
         return self._context.budget
-
-    def run(self, seconds: float | None, limit: int | None, default_s: float | None = None) -> Decision:
-        """Tune as ``steps`` does, with nothing else to do during waits for builds."""
-        return run_alone(self.steps(seconds, limit, default_s))
 
     def steps(self, seconds: float | None, limit: int | None, default_s: float | None = None) -> Steps[Decision]:
         """Return the Decision, reached within ``seconds`` and after at most ``limit`` candidates. What other work takes

@@ -40,7 +40,7 @@ LEASE_S = 30.0
 # beforehand, the seven problems of a decoder with int8 weights at batch 64 waited 2.0 s for builds, with one 3.5 s
 # (H200, 16 processors, compile-built-ahead-h200-20261130.txt).
 BUILT_AHEAD_PROBLEMS = 3
-IN_PROGRESS = 2  # problems: one is tuned while the other waits for builds
+IN_PROGRESS = 2  # problems at a time: one is tuned while the other waits for builds
 POLL_S = 0.25  # seconds between two looks of a waiting tuner at whether the other process has decided
 
 

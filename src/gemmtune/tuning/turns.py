@@ -33,12 +33,6 @@ class Ended(Generic[T]):
     seconds: float
 
 
-def run_alone(steps: Steps[T]) -> T:
-    """Run one piece of work to its end, and return its result."""
-    (ended,) = run_in_turns([lambda: steps], lambda index, others: False)
-    return ended.result
-
-
 def run_in_turns(
     works: Sequence[Callable[[], Steps[T]]], may_begin: Callable[[int, Sequence[int]], bool]
 ) -> Iterator[Ended[T]]:

@@ -75,7 +75,7 @@ class Builders:
         self._ahead_lock = threading.Lock()
         self._background: dict[_Turn, ThreadPoolExecutor] = {}
         self._early_builds: dict[tuple[str, str], _EarlyBuild] = {}
-        self._built: set[tuple[str, str]] = set()  # keys of Problems, with ids of candidates
+        self._built: set[tuple[str, str]] = set()  # the key of the Problem and the id, for what compiles in calls
 
     def __call__(
         self, problem: Problem, candidates: Iterable[Candidate], target: Target

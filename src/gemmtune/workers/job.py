@@ -143,7 +143,7 @@ class RequestHandler:
                 resumed = self._leave_job(request, problem)  # frees operands before allocating this problem's
                 if resumed is not None:
                     resumed.discard_damaged()  # the kernels of the other problem may be bad
-                # A new one: the race reads the machine's state since now, the time in which candidates are tried.
+                # A race reads the machine's state since this object was made, the time in which candidates are tried.
                 self._timing = timing = resumed.timing if resumed else device_timing.of(timing.target, timing.latency)
                 self._limit(timing, request.memory)
                 self._job = resumed or ProblemSession(problem, timing, request.seed)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from typing import Any, ClassVar, NamedTuple
 
@@ -32,7 +32,7 @@ class JitCall(NamedTuple):
     constants: dict[str, Any]
 
 
-class JitKernel:
+class JitKernel(ABC):
     """A Triton kernel that computes what is in front of a product, or behind it, for any number of rows."""
 
     _broken: ClassVar[bool] = False  # Triton could not compile or launch a kernel in this process
@@ -59,7 +59,7 @@ class JitKernel:
         from triton.backends.nvidia.driver import CudaLauncher, CudaUtils
         from triton.runtime import driver
 
-        driver.set_active(_NoDriver(target))
+        driver.set_active(_CompileOnlyDriver(target))
         function, grid, args, constants = self.call(operands, target.compute_capability >= _SIGNALS_FROM)
         compiled = function.warmup(*args, grid=grid, **constants)
         # Two modules in C, which take GCC longer than the kernel takes Triton: one for all kernels, and one for each
@@ -109,7 +109,7 @@ def signals(device: torch.device) -> bool:
     )
 
 
-class _NoDriver:
+class _CompileOnlyDriver:
     """What Triton asks of its driver to compile a kernel for a GPU that need not be there."""
 
     def __init__(self, target: Target) -> None:
