@@ -360,7 +360,8 @@ SCRIPT = """
             if decision.outcome != "inconclusive":
                 break
     print(dict(counters["aot_autograd"]), dict(counters["inductor"]), file=sys.stderr)
-    print(len(tuned), counters["inductor"]["fxgraph_cache_hit"], counters["inductor"]["fxgraph_cache_miss"])
+    caches = [counters["aot_autograd"], "autograd_cache"], [counters["inductor"], "fxgraph_cache"]
+    print(len(tuned), *(counts[f"{name}_{word}"] for word in ("hit", "miss") for counts, name in caches))
 """
 
 
@@ -376,14 +377,39 @@ def test_second_process_loads_what_the_first_compiled_until_decisions_change(tmp
         print(done.stderr[-600:])
         return [int(word) for word in done.stdout.split()]
 
-    tuned, hits, _ = run()
+    tuned, *counts = run()
     assert tuned >= 2
-    assert hits == 0
-    tuned, hits, misses = run()
+    assert counts == [0, 0, 1, 1]  # traced once, and tuned before Inductor looked for the graph
+    tuned, *counts = run()
     if tuned:  # a busy machine left a Problem undecided in the first process
-        tuned, hits, misses = run()
-    assert (tuned, hits, misses) == (0, 1, 0)
+        tuned, *counts = run()
+    assert (tuned, *counts) == (0, 1, 1, 0, 0)
     run("and another decision")
-    tuned, hits, misses = run()
-    assert hits == 0
-    assert misses == (2 if tuned else 1)  # a Problem that the first process left undecided is tuned once more
+    _, *counts = run()
+    assert counts == [0, 0, 1, 1]
+
+
+@pytest.mark.parametrize("ahead", [True, False])
+def test_graph_is_traced_again_only_if_the_pass_tuned(
+    ahead: bool, own_store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    graphs: list[Any] = []
+    run = graph_pass.ProductPass.__call__
+    monkeypatch.setattr(
+        graph_pass.ProductPass, "__call__", lambda each, graph: (graphs.append(graph), run(each, graph))
+    )
+    if not ahead:  # as for a product that only appears while Inductor prepares the graph
+        monkeypatch.setattr(graph_pass.ProductPass, "tune_ahead", lambda *_: None)
+    model, x = Mlp().eval(), torch.randn(3, 64)
+    with torch.no_grad():
+        close(gemmtune.compile(model, options={"budget": 0.2, "backends": ["aten"]})(x), model(x))
+    assert own_store.decisions(gemmtune.current_target())
+    assert (len(graphs) == 1) is ahead
+
+
+def test_training_graphs_are_tuned_by_the_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    ahead: list[Any] = []
+    monkeypatch.setattr(graph_pass.ProductPass, "tune_ahead", lambda _, graph: ahead.append(graph))
+    model, x = Mlp().train(), torch.randn(3, 64)
+    gemmtune.compile(model, options={"policy": "cached"})(x).sum().backward()
+    assert ahead == []

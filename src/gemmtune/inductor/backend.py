@@ -51,7 +51,7 @@ def gemmtune_backend(
             )  # fmt: skip
             patches = {**launches, **parsed.inductor, "post_grad_custom_pre_pass": graph_pass}
             try:
-                compiled: Any = compile_graph(gm, example_inputs, patches, parsed.descends)
+                compiled: Any = compile_graph(gm, example_inputs, patches, parsed.descends, graph_pass)
                 return compiled  # type: ignore[no-any-return]
             except Exception as error:  # Inductor wraps what a pass raises in an error of its own
                 if not _was_raised_by(error, TunedMeanwhile):

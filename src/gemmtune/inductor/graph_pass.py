@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import hashlib
 import logging
 import threading
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -71,6 +72,7 @@ class ProductPass(CustomGraphPass):
         self.on_report, self._pools = on_report, {} if pools is None else pools
         self.asked = set() if asked is None else asked
         self._descends = options.descends  # it is off while the graph's key is made (``hooks.compile_graph``)
+        self._names_decisions = True
 
     def __call__(self, graph: fx.Graph) -> None:
         for each in self.before:
@@ -85,17 +87,12 @@ class ProductPass(CustomGraphPass):
             )
             return
         with _LOCK, store_of(self.options):
-            if any(is_call(node, *EXTERN) for node in graph.nodes):
-                share_equal_nodes(graph)
-            constants = constant_inputs(graph)
-            products, unmatched = find_products(graph, constants, emulate=self.options.emulates_casts)
-            products = [p for p in products if devices.is_served(device_of(p))]
-            if not (products or unmatched):
+            plan, unmatched = self._plan(graph)
+            if not (plan.products or unmatched):
                 self._report(graph, GraphReport(()))
                 return
-            plan = GraphPlan(products)
-            if self.options.policy == "on-miss":
-                self._tune(plan)
+            if self.options.policy == "on-miss" and self._tune(plan) and self.restarts:
+                raise TunedMeanwhile
             forms = plan.choose()
             report = report_of(plan, forms, unmatched)
             rewriter = Rewriter(graph)
@@ -108,17 +105,34 @@ class ProductPass(CustomGraphPass):
                 log.debug("%s", line)
             self._report(graph, report)
 
+    def tune_ahead(self, graph: fx.Graph) -> None:
+        """Tune the Problems of a graph that the store has no decision for, and leave the graph as it is.
+
+        Inductor prepares a graph further before it calls the pass, which tunes what only appears then.
+        """
+        if self.options.policy != "on-miss" or self.before or not compiles_python():
+            return
+        with _LOCK, store_of(self.options):
+            self._tune(self._plan(copy.deepcopy(graph))[0])
+
+    def _plan(self, graph: fx.Graph) -> tuple[GraphPlan, dict[fx.Node, str]]:
+        """Return a graph's products that gemmtune may serve, and those that it cannot. Nodes that compute the same
+        become one."""
+        if any(is_call(node, *EXTERN) for node in graph.nodes):
+            share_equal_nodes(graph)
+        products, unmatched = find_products(graph, constant_inputs(graph), emulate=self.options.emulates_casts)
+        return GraphPlan([p for p in products if devices.is_served(device_of(p))]), unmatched
+
     def _report(self, graph: fx.Graph, report: GraphReport) -> None:
         if self.on_report is not None:
             self.on_report(graph, report)
 
-    def _tune(self, plan: GraphPlan) -> None:
-        """Tune the Problems that the store has no decision for. Raises TunedMeanwhile where ``restarts``."""
+    def _tune(self, plan: GraphPlan) -> bool:
+        """Tune the Problems that the store has no decision for. Return whether there are any."""
         tuned = False
         for device in {device_of(product): None for product in plan.products}:
             tuned = self._tune_on(device, plan) or tuned
-        if tuned and self.restarts:
-            raise TunedMeanwhile
+        return tuned
 
     def _tune_on(self, device: torch.device, plan: GraphPlan) -> bool:
         """Tune a device's Problems that the store has no decision for, by one worker. Return whether there are any."""
@@ -227,11 +241,24 @@ class ProductPass(CustomGraphPass):
 
     def uuid(self) -> Any:
         """Return what the pass's effect depends on: its sources, the options and all decisions of the store."""
-        with store_of(self.options):
-            parts = [get_hash_for_files(_SOURCES), __version__, self.options.policy, self.options.emulates_casts]
-            parts += [self.checks_pdl, self._descends]
-            parts += [decisions_digest(), *(_uuid_of(each) for each in self.before)]
+        parts = [get_hash_for_files(_SOURCES), __version__, self.options.policy, self.options.emulates_casts]
+        parts += [self.checks_pdl, self._descends]
+        parts += [self.decisions() if self._names_decisions else "", *(_uuid_of(each) for each in self.before)]
         return None if None in parts else "|".join(str(part) for part in parts)
+
+    def decisions(self) -> str:
+        """Return a digest of all decisions of the store."""
+        with store_of(self.options):
+            return decisions_digest()
+
+    @contextmanager
+    def without_decisions(self) -> Iterator[None]:
+        """Return a context in which ``uuid()`` does not depend on decisions."""
+        self._names_decisions = False
+        try:
+            yield
+        finally:
+            self._names_decisions = True
 
 
 def _uuid_of(each: Any) -> Any:

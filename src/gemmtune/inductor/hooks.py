@@ -11,13 +11,14 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol
 
 import torch
 import torch._inductor
 import torch._inductor.config as inductor_config
 from torch import fx
+from torch._functorch._aot_autograd import autograd_cache
 from torch._guards import TracingContext
 from torch._inductor import ir, lowering
 from torch._inductor.compile_fx import compile_fx, compile_fx_inner
@@ -179,18 +180,71 @@ def outside_of_compilation() -> Iterator[None]:
         yield
 
 
-def compile_graph(gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], descends: bool) -> Any:
+class DecidingPass(Protocol):
+    """What ``compile_graph`` asks of a pass that makes decisions while a graph is compiled."""
+
+    def tune_ahead(self, graph: fx.Graph) -> None:
+        """Make the decisions for a graph of inference that Inductor has made no key of yet."""
+
+    def decisions(self) -> str:
+        """Return a digest of all decisions."""
+
+    def without_decisions(self) -> AbstractContextManager[None]:
+        """Return a context in which the pass's ``uuid()`` does not depend on decisions."""
+
+
+def compile_graph(
+    gm: fx.GraphModule, example_inputs: Sequence[Any], patches: Mapping[str, Any], descends: bool,
+    deciding: DecidingPass | None = None,
+) -> Any:  # fmt: skip
     """Return ``compile_fx``'s result under patches of Inductor's configuration. descends: whether by
-    coordinate_descent_tuning, which must be part of a pass's ``uuid()``.
+    coordinate_descent_tuning, which must be part of a pass's ``uuid()``. deciding: a pass of the patches, which decides
+    for a graph of inference before Inductor makes the graph's key.
 
     With coordinate_descent_tuning, Inductor's decompositions make reductions of products by one row on a GPU, for which
     gemmtune has kernels. So it is off while the graph is traced, when AOTAutograd makes the graph's key, and on when
     code is generated. (A table of decompositions as an argument would do, too, but Inductor caches no graph that has
     one.)
     """
-    inner = inductor_config.patch({"coordinate_descent_tuning": descends})(compile_fx_inner)
+
+    def compile_inner(graph_module: fx.GraphModule, inputs: Sequence[Any], **kwargs: Any) -> Any:
+        if deciding is not None and kwargs.get("is_inference"):
+            deciding.tune_ahead(graph_module.graph)
+        with inductor_config.patch({"coordinate_descent_tuning": descends}):
+            return compile_fx_inner(graph_module, inputs, **kwargs)
+
     traced = {**patches, "coordinate_descent_tuning": False}
-    return compile_fx(gm, example_inputs, inner_compile=inner, config_patches=traced)
+    with nullcontext() if deciding is None else _saved_under_decisions(deciding):
+        return compile_fx(gm, example_inputs, inner_compile=compile_inner, config_patches=traced)
+
+
+@contextmanager
+def _saved_under_decisions(deciding: DecidingPass) -> Iterator[None]:
+    """Return a context in which AOTAutograd saves a graph of inference under the decisions that are in force by then.
+
+    AOTAutograd makes a graph's key before it traces the graph, and saves the compiled graph under this key: decisions
+    that are made between the two would be missing in it. So here the key ends with a digest of the decisions, which is
+    replaced when the graph is saved.
+    """
+    cache: Any = autograd_cache.AOTAutogradCache
+    make_key, save = autograd_cache.autograd_cache_key, cache.save
+    stems: dict[str, str] = {}
+
+    def make_key_with_decisions(*args: Any, **kwargs: Any) -> tuple[str, list[str]]:
+        with deciding.without_decisions():
+            stem, lines = make_key(*args, **kwargs)
+        key = stem + deciding.decisions()
+        stems[key] = stem
+        return key, lines
+
+    def save_under_decisions(key: str, *args: Any, **kwargs: Any) -> None:
+        save(stems[key] + deciding.decisions() if key in stems else key, *args, **kwargs)
+
+    autograd_cache.autograd_cache_key, cache.save = make_key_with_decisions, staticmethod(save_under_decisions)
+    try:
+        yield
+    finally:
+        autograd_cache.autograd_cache_key, cache.save = make_key, staticmethod(save)
 
 
 class ProductKernel(ir.ExternKernelOut):
