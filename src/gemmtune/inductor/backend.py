@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 _PDL_CAPABILITY = (9, 0)  # the first compute capability with programmatic dependent launch
 _PRODUCT_WORDS = ("linear", "mm", "matmul", "dot", "einsum")
-MAX_RESTARTS = 3  # a graph whose Problems were tuned is compiled again; its parts may have other Problems
+MAX_RESTARTS = 3  # a graph is compiled again when the pass has tuned its Problems; its parts may have other Problems
 
 
 def gemmtune_backend(

@@ -40,6 +40,7 @@ _AMD_ARCHITECTURES = ("gfx90a", "gfx942", "gfx950", "gfx11", "gfx12")
 # Accumulators of a thread; with 256, and 255 registers, kernels took 3 to 9 times as long (docs/notes/triton.md).
 _MAX_ACCUMULATORS = 128
 _CONVERTED_BYTES_PER_S = 4e12  # read and written when ``converted`` converts a weight; an H200 copies 4.25 TB/s
+_FEW_ROWS = 64  # up to here, tiled was faster than persistent in every committed measurement (docs/notes/triton.md)
 _MAX_FILL = 0.9  # fraction of their rounds that tiles fill: beyond it, sharing takes more time than the idle rest
 
 
@@ -244,6 +245,8 @@ def _why_persistent_illegal(problem: Problem, device: DeviceLimits, config: dict
     a_ok, b_ok, _ = aligned_leads(problem)
     if not (a_ok and b_ok):
         return f"TMA needs rows of a multiple of {ALIGN} bytes"
+    if problem.m <= _FEW_ROWS:
+        return f"{problem.m} rows: up to {_FEW_ROWS}, tiled was always faster (docs/notes/triton.md)"
     share, part = (4, "a quarter of") if config["stream"] else (2, "half")
     if _tiles(problem, config["bm"], config["bn"]) < device.multiprocessors // share:
         return f"fewer tiles than {part} the multiprocessors"
