@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from gemmtune.backends.aten.quantized import INT8PACK_ROWS
 from gemmtune.core.epilogue import Step
 from gemmtune.core.problem import Problem
 from gemmtune.core.workloads import build
@@ -27,6 +28,7 @@ from helpers.graphs import trace, trace_dynamic
 CPU = torch.device("cpu")
 X, W, U, DOWN = (torch.randn(*shape).bfloat16() for shape in ((3, 64), (48, 64), (48, 64), (64, 48)))
 GAIN = torch.rand(64).bfloat16()
+RESIDUALS = torch.randn(INT8PACK_ROWS + 1, 64).bfloat16()
 
 
 def block(x: Tensor, gate: Tensor, up: Tensor, down: Tensor, gain: Tensor) -> Tensor:
@@ -143,6 +145,30 @@ def test_other_forms_are_tuned_on_a_cpu_where_the_widest_is_not_faster_than_pyto
     monkeypatch.setattr(plan_graph, "cost_of", cost)
     assert other_kinds() == (others, set())
     assert [len(form.products) for form in plan().choose()] == chosen
+
+
+@pytest.mark.parametrize(
+    ("kernel", "others", "chosen"),
+    [("native/expand", set(), [RESIDUAL]), ("aten/dequant", {(64, ()), (64, RESIDUAL)}, [])],
+)
+def test_other_forms_of_int8_weights_are_tuned_on_a_cpu_where_pytorch_serves_the_widest(
+    kernel: str, others: set[tuple[int, tuple[str, ...]]], chosen: list[tuple[str, ...]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """Of many rows, no form of PyTorch's is one that ``torch.compile`` would run."""
+
+    def cost(problem: Problem, device: torch.device) -> Cost | None:
+        return Cost(1e-3, True, kernel) if problem.epilogue else None
+
+    def plan() -> GraphPlan:
+        operands = (torch.randn(INT8PACK_ROWS + 1, 48).bfloat16(), torch.ones(64, 48, dtype=torch.int8), GAIN)
+        graph = trace(lambda x, w, s, r: F.linear(x, w.to(x.dtype)) * s + r, *operands, RESIDUALS).graph
+        return GraphPlan(find_products(graph, frozenset(list(graph.nodes)[1:3]), emulate=False)[0])
+
+    assert kinds(plan().first_problems()) == {(64, RESIDUAL)}
+    monkeypatch.setattr(plan_graph, "cost_of", cost)
+    assert kinds(plan().other_problems()[0]) == others
+    assert [tuple(step.kind for step in form.call.problem.epilogue) for form in plan().choose()] == chosen
 
 
 def test_other_forms_of_a_product_are_not_tuned_where_the_widest_is_fast_enough(

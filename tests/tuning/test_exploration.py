@@ -313,6 +313,15 @@ def test_first_two_candidates_in_each_layout_of_other_m_are_tried_first(clock: C
     assert search.candidates == candidates
 
 
+def test_candidates_in_layouts_of_other_m_leave_four_of_the_searchs_own_their_turn(clock: Clock) -> None:
+    """They are fast at other M, and may take ten times as long as the best at this one."""
+    search = ListedSearch(X)
+    session = Session(clock, search, trial_s=2.0, budget_s=8.0, strict=False, layouts=["x:0"])
+    session.run(None)
+    assert list(search.options.first) == [X[0], X[2]]
+    assert session.tried == X[:6]  # two in the layout, and four others
+
+
 # --- earlier failures --------------------------------------------------------------------------------------------
 
 

@@ -180,19 +180,22 @@ def test_best_candidates_of_all_layouts_are_raced(clock: FakeTime) -> None:
     assert {c["nr"] for c in worker.raced if c.backend == "native"} >= set(widths)
 
 
-def test_best_candidate_of_each_layout_is_verified_with_little_time(clock: FakeTime) -> None:
+@pytest.mark.parametrize(("seconds", "check_s"), [(20.0, 1.0), (None, 0.6)])
+def test_best_candidate_of_each_layout_is_verified_with_little_time(
+    clock: FakeTime, seconds: float | None, check_s: float
+) -> None:
     """Only verified candidates can serve, and a layout that other M chose needs a kernel at this M."""
     widths: list[Any] = []
 
     class SlowVerification(FakeWorker):
         def confirm(self, candidate: Candidate, deadline: float | None) -> Confirmed:
-            self.clock.now += 1.0
+            self.clock.now += check_s
             if candidate.backend == "native":
                 widths.append(candidate["nr"])
             return super().confirm(candidate, deadline)
 
     worker = SlowVerification(clock, lambda c: 1e-2 if c.backend == "native" else 2e-2)
-    run_session(clock, worker, 20.0)
+    run_session(clock, worker, seconds)
     count = min(3, len({c["nr"] for c in worker.tried if c.backend == "native"}))
     assert len(set(widths[:count])) == count
 

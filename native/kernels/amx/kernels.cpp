@@ -49,23 +49,32 @@ enum class TileProduct { bf16, s8s8, u8s8 };
     else _tile_dpbusd(c, a, b);                                   \
   } while (0)
 
-// The rows of the output that the next tile is stored to. They are prefetched into the L2 while this tile is multiplied, a few with
-// each chunk: many cache misses at once, or stores to rows that are in no cache, would delay the loads of A and B. Rows that are a
-// multiple of 4 KiB apart do not fit the L1 together.
+// The rows of the output that the next tile is stored to, and those of the matrices that its epilogue reads. They are prefetched
+// into the L2 while this tile is multiplied, a few with each chunk: many cache misses at once, or stores to rows that are in no
+// cache, would delay the loads of A and B. Rows that are a multiple of 4 KiB apart do not fit the L1 together.
 class NextOutput {
  public:
   explicit NextOutput(const TileArgs& t)
-      : row_(t.next_out), stride_(t.out_stride), bytes_(t.out_bytes), left_(t.next_out_rows),
-        rows_a_chunk_(ceil_div(left_, std::max<int64_t>(t.groups / kTileGroups, 1))) {}
+      : output_{t.next_out, t.out_stride, t.out_bytes}, matrices_(t.next_matrices), matrix_count_(t.next_matrix_count),
+        rows_(t.next_out_rows), rows_a_chunk_(ceil_div(rows_, std::max<int64_t>(t.groups / kTileGroups, 1))) {}
   // Prefetch the next rows, those of one chunk.
   void prefetch_rows() {
-    for (int64_t i = 0; i < rows_a_chunk_ && left_ > 0; ++i, --left_, row_ += stride_)
-      for (int64_t byte = 0; byte < bytes_; byte += 64) __builtin_prefetch(row_ + byte, 0, 2);
+    for (const int64_t end = std::min(row_ + rows_a_chunk_, rows_); row_ < end; ++row_) {
+      prefetch_row(output_);
+      for (int m = 0; m < matrix_count_; ++m) prefetch_row(matrices_[m]);
+    }
   }
 
  private:
-  const char* row_;
-  int64_t stride_, bytes_, left_, rows_a_chunk_;
+  void prefetch_row(const Rows& rows) const {
+    for (int64_t byte = 0; byte < rows.bytes; byte += 64) __builtin_prefetch(rows.first + row_ * rows.stride + byte, 0, 2);
+  }
+
+  const Rows output_;
+  const Rows* matrices_;
+  const int matrix_count_;
+  const int64_t rows_, rows_a_chunk_;
+  int64_t row_ = 0;
 };
 
 // Prefetch what belongs to the chunk of B from group `first`: all of its share of the next block, which the L2 keeps until this

@@ -51,8 +51,8 @@ _LOCK = threading.RLock()
 
 
 class TunedMeanwhile(Exception):
-    """Raised by the pass when it has tuned Problems that ``tune_ahead`` did not: the decisions are part of the key under
-    which Inductor caches the graph, so that the backend compiles it again."""
+    """Raised by the pass when it has tuned Problems that ``tune_ahead`` did not: the decisions are part of the key
+    under which Inductor caches the graph, so that the backend compiles it again."""
 
 
 class ProductPass(CustomGraphPass):

@@ -10,7 +10,8 @@ form of it is cheaper than PyTorch's own operator.
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
 fast as the device's memory allows for them (``costs.assumed_s``), nor, of few rows, without a residual or a gate where
 the form with it serves; on a CPU where it is faster than PyTorch's form, if that is one that ``torch.compile`` would
-run (``costs.has_fused_rival``). The parts of merged products come last.
+run (``costs.has_fused_rival``), or if a native kernel multiplies by integer weights. The parts of merged products come
+last.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ from .merging import merge_groups, merged_call
 from .nodes import EXTERN, feeds_products, is_call, is_view, value_of, without_views
 from .wide_forms import WideForm, wide_forms
 
+_PYTORCHS = "aten/"  # begins the ids of kernels that are PyTorch's
 _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 # What is assumed of a product alone on a CPU, over its share of a form that includes more, which was tuned. Operations
 # take less time in a product's kernel than in one of Inductor's: 53.8 ms for a gate of 256 rows of bf16, 53.9 for its
@@ -191,10 +193,12 @@ class GraphPlan:
         """Return the seconds that are assumed of a product that was not tuned by itself; None where nothing can be."""
         device, widest = device_of(product), self._widest[id(product)].problem
         seconds, from_residual = _assumed_s(product), self._is_assumed_from_residual(product)
-        from_widest = seconds is None and is_host(device.type) and has_fused_rival(widest)
+        from_widest = seconds is None and _may_be_assumed_from(widest, device)
         cost = cost_of(widest, device) if from_residual or from_widest else None
         if cost is None or not cost.beats_torch:
             return seconds
+        if from_widest and not has_fused_rival(widest) and cost.kernel.startswith(_PYTORCHS):
+            return None
         if from_residual:
             return max(seconds or 0.0, cost.seconds - _RESIDUAL_S)
         return _ALONE * cost.seconds * product.columns / widest.n
@@ -455,9 +459,14 @@ def _assumed_s(product: Product) -> float | None:
 
 def _may_be_assumed(product: Product) -> bool:
     """Whether a time may be assumed of a product that was not tuned by itself, once its widest form is decided."""
-    if _assumed_s(product) is not None:
-        return True
-    return is_host(device_of(product).type) and has_fused_rival(product.problem(product.fixed))
+    return _assumed_s(product) is not None or _may_be_assumed_from(product.problem(product.fixed), device_of(product))
+
+
+def _may_be_assumed_from(problem: Problem, device: torch.device) -> bool:
+    """Whether the time of a product alone may be assumed from that of a form of it, a Problem, that is faster than
+    PyTorch's: on a CPU, if ``torch.compile`` would run that form of PyTorch's; or, of integer weights, if a native
+    kernel serves, which computes the steps in no more time than Inductor's kernel would."""
+    return is_host(device.type) and (has_fused_rival(problem) or problem.family == "mixed_mm")
 
 
 def device_of(product: Product) -> torch.device:

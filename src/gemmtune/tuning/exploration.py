@@ -38,7 +38,10 @@ ATEN_END = 0.35  # ATen's share of a user's budget
 # A further candidate of ATen's is ended after this multiple of the longest trial so far, where others have ten.
 # bfloat16 products with a row-major weight take PyTorch over ten times as long as others on CPUs without AVX-512.
 ATEN_PATIENCE = 4.0
-MIN_OTHERS = 4  # candidates other than ATen's that are tried even when ATen's alone took the share for exploring
+# Candidates other than ATen's, of the search's own choice, that are tried even when the share for exploring is spent by
+# ATen's and by those in the layouts of other M. With 256 rows, kernels in the layouts that served one row took ten
+# times as long as the first of the others; with none of these tried, PyTorch's operator served.
+MIN_OTHERS = 4
 # The fastest candidates whose screening times are within this factor are timed once more when there is time to spare:
 # each was timed at another moment, and a busy neighbour of half a second doubles the times during that moment.
 RETIMED_WITHIN = 3.0
@@ -77,7 +80,8 @@ class Exploration:
         self._build, self._build_ahead = build, build_ahead
         self._builds: dict[str, Future[Artifact | Verdict]] = {}
         self._first: set[str] = set()  # ids of the candidates whose builds begin first
-        self._others_tried = 0
+        self._in_layouts: set[str] = set()  # ids of the candidates that are tried for the layouts of other M
+        self._others_tried = self._others_of_search = 0  # tried candidates other than ATen's: all, without _in_layouts
         self._templates_tried: set[Template] = set()
         self._setting_up_left_s = MOST_SETTING_UP_S
 
@@ -90,6 +94,7 @@ class Exploration:
         timing: others are tried meanwhile. Return the reason why exploring ended."""
         candidates = self._forget_failures()
         first = self._first_in_layouts(candidates)
+        self._in_layouts = {candidate.id for candidate in first}
         search = self._search(candidates, SearchOptions(first, self._context.seed, limit, self._profile))
         count = BUILT_AHEAD if self._build_ahead is None else BUILT_AHEAD_OVERLAPPING
         yield from self._begin_builds(first_builds(self._context.problem, candidates, self._context.target, count))
@@ -264,13 +269,13 @@ class Exploration:
             return False
         share_spent = self._budget.share_spent
         if self._budget.strict:
-            too_late = share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > CONFIRM_END)
+            too_late = share_spent > EXPLORE_END and (self._others_of_search >= MIN_OTHERS or share_spent > CONFIRM_END)
             return self._others_tried > 0 and (
                 too_late or self._budget.elapsed_s + self._context.reserve_s() > self._budget.seconds
             )
         # Twice that for the others: one candidate of ATen's that is slow beyond reason must not leave it without a
         # rival.
-        return share_spent > EXPLORE_END and (self._others_tried >= MIN_OTHERS or share_spent > 2 * DEFAULT_OVERRUN)
+        return share_spent > EXPLORE_END and (self._others_of_search >= MIN_OTHERS or share_spent > 2 * DEFAULT_OVERRUN)
 
     def _must_skip(self, candidate: Candidate) -> bool:
         """Whether a candidate of ATen's is skipped, because ATen's further candidates must leave time for a rival."""
@@ -289,6 +294,7 @@ class Exploration:
         row.stage, row.verdict, row.packing = "screened", result.verdict, result.packing
         row.packing_s, row.workspace_bytes, row.times_s = result.packing_s, result.workspace_bytes, result.times_s
         self._others_tried += candidate.backend != BASELINE_BACKEND
+        self._others_of_search += candidate.backend != BASELINE_BACKEND and candidate.id not in self._in_layouts
         self._templates_tried.add(template_of(candidate))
         if result.verdict is None:
             row.reason = f"{row.screening_s / self._context.best_s:.1f}x the best screening time: not worth checking"

@@ -56,6 +56,10 @@ SLOW_TEST_CALLS = 80
 # Of a budget that is not the user's. With 0.05 and 0.25, the first Decision of a weight, which waits for builds, stayed
 # a tie ("the budget allowed 2 pairs") although a kernel took 0.74 of ATen's time (int8 weights, M = 2048, H100).
 _LEAST_RACE = 0.5
+# The share of a default budget at which checks of the best candidate of each packing end. Where exploring had taken
+# long, only one of four packings was checked with one row of int8 weights; 256 rows then chose another one for all M,
+# in which one row was served by the kernel for 256, in twice the time.
+BEST_OF_PACKING_END = 1.0
 CHECK_CALLS = 16  # calls that checking a candidate makes at least: some on each test case, and one at each other M
 
 
@@ -151,7 +155,11 @@ class TuningSession:
         rows = promising(context.ledger.timed(), context.layouts, context.profile.max_raced)
         rows = best_of_each_packing_first(rows, context.layouts)
         count = len({row.packing for row in rows})
-        for row in rows[:count] + grouped_by_packing(rows[count:]):
+        end = CONFIRM_END if self._budget.strict else BEST_OF_PACKING_END
+        for row in rows[:count]:
+            if self._leaves_race_time(row, end):
+                self._check(row)
+        for row in grouped_by_packing(rows[count:]):
             if self._leaves_race_time(row):
                 self._check(row)
         # Even when time is short, the best baseline and the best other candidate are always checked.
@@ -168,8 +176,9 @@ class TuningSession:
                 self._check(row)
             self._confirm_raw_pair()
 
-    def _leaves_race_time(self, row: Row) -> bool:
-        """Whether a check of ``row`` ends in this phase and, within a user's budget, leaves the race its time.
+    def _leaves_race_time(self, row: Row, end: float = CONFIRM_END) -> bool:
+        """Whether a check of ``row`` ends within the share ``end`` of the budget and, within a user's, leaves the race
+        its time.
 
         ATen's plain candidate on a quantised weight may be 50 times slower than the others: checking it took the time
         that the race needed, which then could not show that a kernel four times as fast as ATen's best is faster.
@@ -177,7 +186,7 @@ class TuningSession:
         end_s = self._budget.elapsed_s + CHECK_CALLS * row.screening_s
         if self._budget.strict and self._budget.seconds < end_s + self._context.reserve_s():
             return False
-        return end_s < CONFIRM_END * self._budget.seconds
+        return end_s < end * self._budget.seconds
 
     def _confirm_raw_pair(self) -> None:
         """Check the fastest kernel and ATen's fastest candidate on the raw weight, even when time is short.
