@@ -10,8 +10,8 @@ form of it is cheaper than PyTorch's own operator.
 Tuning begins with the form that includes most of each product. On a GPU the others are not tuned where that is about as
 fast as the device's memory allows for them (``costs.assumed_s``), nor, of few rows, without a residual or a gate where
 the form with it serves; on a CPU where it is faster than PyTorch's form, if that is one that ``torch.compile`` would
-run (``costs.has_fused_rival``), or if a native kernel multiplies by integer weights. The parts of merged products come
-last.
+run (``costs.has_fused_rival``), or if a native kernel multiplies by quantised weights. The parts of merged products
+come last.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from .merging import merge_groups, merged_call
 from .nodes import EXTERN, feeds_products, is_call, is_view, value_of, without_views
 from .wide_forms import WideForm, wide_forms
 
-_PYTORCHS = "aten/"  # begins the ids of kernels that are PyTorch's
+_ATEN_PREFIX = "aten/"  # of the ids of PyTorch's candidates
 _LEAST_SAVED_S = 1e-6  # a gate that saves less is not tuned
 # What is assumed of a product alone on a CPU, over its share of a form that includes more, which was tuned. Operations
 # take less time in a product's kernel than in one of Inductor's: 53.8 ms for a gate of 256 rows of bf16, 53.9 for its
@@ -197,7 +197,7 @@ class GraphPlan:
         cost = cost_of(widest, device) if from_residual or from_widest else None
         if cost is None or not cost.beats_torch:
             return seconds
-        if from_widest and not has_fused_rival(widest) and cost.kernel.startswith(_PYTORCHS):
+        if from_widest and not has_fused_rival(widest) and cost.kernel.startswith(_ATEN_PREFIX):
             return None
         if from_residual:
             return max(seconds or 0.0, cost.seconds - _RESIDUAL_S)
@@ -464,8 +464,8 @@ def _may_be_assumed(product: Product) -> bool:
 
 def _may_be_assumed_from(problem: Problem, device: torch.device) -> bool:
     """Whether the time of a product alone may be assumed from that of a form of it, a Problem, that is faster than
-    PyTorch's: on a CPU, if ``torch.compile`` would run that form of PyTorch's; or, of integer weights, if a native
-    kernel serves, which computes the steps in no more time than Inductor's kernel would."""
+    PyTorch's: on a CPU, if ``torch.compile`` would run that form of PyTorch's; or, of quantised weights, if a native
+    kernel serves (which the caller checks), which computes the steps in no more time than Inductor's kernel would."""
     return is_host(device.type) and (has_fused_rival(problem) or problem.family == "mixed_mm")
 
 
